@@ -1,0 +1,304 @@
+"""The registry of KL estimators: what one token contributes, and what autograd multiplies its score with.
+
+A *sampled* estimator is a pair of array functions of the log-ratio ``delta = log pi - log pi_ref`` of the
+sampled token: its **value** phi(delta), and its **slope**, the derivative along log pi (for straight-through
+estimators, by design, another one). A *full-vocabulary* estimator takes the whole next-token log-probs
+``(log_probs, reference) [..., V]``; its value is ``[...]`` and its slope ``[..., V]`` weighs every token's
+score. The functions take numpy and torch arrays alike, so the same object serves the exact tables, the
+sampler and a language model's loss. Values in nats; r = exp(-delta) = pi_ref / pi.
+
+A new estimator is one entry in ``ESTIMATORS``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from array_api_compat import array_namespace
+
+Array = Any  # numpy.ndarray or torch.Tensor
+
+PAPER = "A Comedy of Estimators, arXiv 2512.21852"
+SCHULMAN = "Schulman 2020, joschu.net/blog/kl-approx.html"
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """One KL estimator with its arguments bound.
+
+    Args:
+        name: normal form, arguments included: ``k3``, ``alpha(0.75)``.
+        value: ``delta -> phi(delta)``; full-vocabulary: ``(log_probs, reference) [..., V] -> [...]``.
+        slope: ``delta -> slope``; full-vocabulary: ``(log_probs, reference) [..., V] -> [..., V]``.
+        full: whether it needs the whole next-token distribution.
+        unbiased: whether the expected value is the reverse KL.
+        consistent: whether the slope is the derivative of the value.
+    """
+
+    name: str
+    value: Callable[..., Array]
+    slope: Callable[..., Array]
+    full: bool
+    unbiased: bool
+    consistent: bool
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Estimator) and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered estimator: its functions, arguments with defaults, formulas and source.
+
+    ``unbiased`` and ``consistent`` are laws that tests hold every entry to, on random models.
+    """
+
+    value: Callable[..., Array]
+    slope: Callable[..., Array]
+    formula: str
+    slope_formula: str
+    source: str
+    parameters: tuple[tuple[str, float], ...] = ()
+    positive: tuple[str, ...] = ()
+    full: bool = False
+    unbiased: bool = False
+    consistent: bool = True
+
+
+def _exp_tail(x: Array) -> Array:
+    """exp(x) - 1 - x without cancellation near 0 (Taylor below 0.1, exact to rounding in float64)."""
+    xp = array_namespace(x)
+    small = xp.where(xp.abs(x) < 0.1, x, xp.zeros_like(x))
+    series = xp.zeros_like(x)
+    for n in range(12, 2, -1):
+        series = (series + 1) * small / n
+    return xp.where(xp.abs(x) < 0.1, (series + 1) * small * small / 2, xp.expm1(x) - x)
+
+
+def _k1(delta: Array) -> Array:
+    return delta + 0  # a new array: what is handed out is never the caller's
+
+
+def _one(delta: Array) -> Array:
+    return array_namespace(delta).ones_like(delta)
+
+
+def _k2(delta: Array) -> Array:
+    return delta * delta / 2
+
+
+def _k3(delta: Array) -> Array:
+    return _exp_tail(-delta)
+
+
+def _k3_slope(delta: Array) -> Array:
+    return -array_namespace(delta).expm1(-delta)
+
+
+def _abs(delta: Array) -> Array:
+    return array_namespace(delta).abs(delta)
+
+
+def _sign(delta: Array) -> Array:
+    return array_namespace(delta).sign(delta)
+
+
+def _alpha(delta: Array, a: float) -> Array:
+    return delta + a * array_namespace(delta).expm1(-delta)
+
+
+def _alpha_slope(delta: Array, a: float) -> Array:
+    return 1 - a * array_namespace(delta).exp(-delta)
+
+
+def _clamped(delta: Array, input: float, output: float) -> Array:
+    xp = array_namespace(delta)
+    return xp.clip(_k3(xp.clip(delta, -input, input)), -output, output)
+
+
+def _clamped_slope(delta: Array, input: float, output: float) -> Array:
+    """Zero where either clamp is saturated: that is what autograd through a clamp gives."""
+    xp = array_namespace(delta)
+    held = xp.clip(delta, -input, input)
+    passes = (xp.abs(delta) <= input) & (_k3(held) <= output)
+    return xp.where(passes, _k3_slope(held), xp.zeros_like(delta))
+
+
+def _forward(delta: Array) -> Array:
+    xp = array_namespace(delta)
+    # r log r - (r - 1) = r * (exp(delta) - 1 - delta): no cancellation near 0, no inf * 0 far out
+    return xp.where(
+        delta < 1, xp.exp(-delta) * _exp_tail(xp.clip(delta, None, 1.0)), -xp.expm1(-delta) - delta * xp.exp(-delta)
+    )
+
+
+def _forward_slope(delta: Array) -> Array:
+    return delta * array_namespace(delta).exp(-delta)
+
+
+def _jeffreys(delta: Array) -> Array:
+    return -delta * array_namespace(delta).expm1(-delta)
+
+
+def _jeffreys_slope(delta: Array) -> Array:
+    return _k3_slope(delta) + _forward_slope(delta)
+
+
+def _log_mean_ratio(delta: Array) -> Array:
+    """log((1 + r) / 2) = max(-delta, 0) + log1p(exp(-|delta|)) - log 2, without overflow."""
+    xp = array_namespace(delta)
+    return xp.clip(-delta, 0.0, None) + xp.log1p(xp.exp(-xp.abs(delta))) - math.log(2)
+
+
+def _jensen_shannon(delta: Array) -> Array:
+    middle = _log_mean_ratio(delta)
+    return (-array_namespace(delta).exp(-delta) * (delta + middle) - middle) / 2
+
+
+def _jensen_shannon_slope(delta: Array) -> Array:
+    return array_namespace(delta).exp(-delta) * (delta + _log_mean_ratio(delta)) / 2
+
+
+def _chi_squared(delta: Array) -> Array:
+    return array_namespace(delta).expm1(-delta) ** 2
+
+
+def _chi_squared_slope(delta: Array) -> Array:
+    xp = array_namespace(delta)
+    return -2 * xp.exp(-delta) * xp.expm1(-delta)
+
+
+def _full_slope(log_probs: Array, reference: Array) -> Array:
+    xp = array_namespace(log_probs)
+    probs = xp.exp(log_probs)
+    possible = probs > 0
+    zero = xp.zeros_like(log_probs)
+    # a token that is never emitted adds nothing, whatever its log-ratio: 0 * inf is not NaN here
+    return xp.where(possible, probs * (xp.where(possible, log_probs, zero) - xp.where(possible, reference, zero)), zero)
+
+
+def _full(log_probs: Array, reference: Array) -> Array:
+    return array_namespace(log_probs).sum(_full_slope(log_probs, reference), axis=-1)
+
+
+ESTIMATORS: dict[str, Entry] = {
+    "k1": Entry(_k1, _one, "delta", "1", f"{SCHULMAN}; {PAPER}, section 2 (K1)", unbiased=True),
+    "k2": Entry(_k2, lambda delta: delta + 0, "delta^2 / 2", "delta", SCHULMAN),
+    "k3": Entry(_k3, _k3_slope, "r - 1 + delta", "1 - r", f"{SCHULMAN}; {PAPER}, section 2 (K3)", unbiased=True),
+    "abs": Entry(_abs, _sign, "|delta|", "sign(delta)", "verl kl_penalty 'abs'; expectation at least the KL"),
+    "alpha": Entry(
+        _alpha,
+        _alpha_slope,
+        "delta + a (r - 1)",
+        "1 - a r",
+        f"control-variate family between k1 (a = 0) and k3 (a = 1); {SCHULMAN}",
+        (("a", 0.5),),
+        unbiased=True,
+    ),
+    "k3-clamped": Entry(
+        _clamped,
+        _clamped_slope,
+        "clip(k3(clip(delta, -input, input)), -output, output)",
+        "1 - r where neither clamp is saturated, else 0",
+        "verl low_var_kl, SkyRL k3, ms-swift: input 20, output 10",
+        (("input", 20.0), ("output", 10.0)),
+        positive=("input", "output"),
+    ),
+    "k3-straight-through": Entry(
+        _k3,
+        lambda delta: delta + 0,
+        "r - 1 + delta",
+        "delta (that of k2, by design)",
+        "verl kl_penalty 'k3+' (verl pull request 2953)",
+        unbiased=True,
+        consistent=False,
+    ),
+    "full": Entry(
+        _full,
+        _full_slope,
+        "sum_v pi(v) delta(v)",
+        "pi(v) delta(v) for every token v",
+        "Rao-Blackwellised reverse KL: Amini, Vieira, Cotterell, arXiv 2504.10637",
+        full=True,
+        unbiased=True,
+    ),
+    "forward-kl": Entry(
+        _forward, _forward_slope, "r log r - (r - 1)", "-r log r", "f-divergence generator of KL(pi_ref || pi)"
+    ),
+    "jeffreys": Entry(
+        _jeffreys, _jeffreys_slope, "(r - 1) log r", "1 - r - r log r", "KL(pi || pi_ref) + KL(pi_ref || pi)"
+    ),
+    "jensen-shannon": Entry(
+        _jensen_shannon,
+        _jensen_shannon_slope,
+        "[r log(2r / (1 + r)) + log(2 / (1 + r))] / 2",
+        "-(r / 2) log(2r / (1 + r))",
+        "f-divergence generator of the Jensen-Shannon divergence",
+    ),
+    "chi-squared": Entry(
+        _chi_squared, _chi_squared_slope, "(r - 1)^2", "-2 r (r - 1)", "f-divergence generator of chi^2(pi_ref || pi)"
+    ),
+}
+
+
+def unknown(kind: str, name: str, choices: list[str]) -> ValueError:
+    """The one form of 'no such name': says what there is, and the nearest."""
+    near = difflib.get_close_matches(name, choices, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return ValueError(f"unknown {kind} {name!r}: {hint}there is {', '.join(choices)}")
+
+
+def _arguments(name: str, entry: Entry, text: str | None) -> tuple[float, ...]:
+    if text is None:
+        return tuple(default for _, default in entry.parameters)
+    wanted = ", ".join(parameter for parameter, _ in entry.parameters)
+    pieces = [piece.strip() for piece in text.split(",")]
+    if not entry.parameters or len(pieces) != len(entry.parameters):
+        takes = f"takes {len(entry.parameters)}: {name}({wanted})" if entry.parameters else "takes none"
+        raise ValueError(f"{name}({text}) has {len(pieces)} argument(s); it {takes}")
+    values = []
+    for piece, (parameter, _) in zip(pieces, entry.parameters, strict=True):
+        try:
+            value = float(piece)
+        except ValueError:
+            raise ValueError(f"{parameter} = {piece!r} in {name}({text}) is not a number") from None
+        if not math.isfinite(value) or (parameter in entry.positive and value <= 0):
+            kind = "positive" if parameter in entry.positive else "finite"
+            raise ValueError(f"{parameter} = {piece} in {name}({text}) must be a {kind} number")
+        values.append(value)
+    return tuple(values)
+
+
+def estimator(name: str) -> Estimator:
+    """The estimator of that name: ``k3``, ``alpha(0.75)``, ``k3-clamped(20, 10)``.
+
+    Raises:
+        ValueError: for an unknown name or wrong arguments, saying what is possible.
+    """
+    match = re.fullmatch(r"\s*([^()\s]+)\s*(?:\(([^()]*)\))?\s*", name)
+    if match is None or match[1] not in ESTIMATORS:
+        raise unknown("estimator", match[1] if match else name, list(ESTIMATORS))
+    entry = ESTIMATORS[match[1]]
+    arguments = _arguments(match[1], entry, match[2])
+    shown = f"{match[1]}({','.join(f'{value:g}' for value in arguments)})" if arguments else match[1]
+    bound = {parameter: value for (parameter, _), value in zip(entry.parameters, arguments, strict=True)}
+    return Estimator(
+        shown,
+        partial(entry.value, **bound) if bound else entry.value,
+        partial(entry.slope, **bound) if bound else entry.slope,
+        entry.full,
+        entry.unbiased,
+        entry.consistent,
+    )

@@ -1,0 +1,450 @@
+"""Sequences drawn into sufficient statistics.
+
+Three samplers, one per request, chosen by what the configurations need:
+
+- ``counts``: gradients that depend on how often each token was emitted where, not on the order (whole-sequence or
+  own-token credit). Paths of a block of tokens that agree in their counts and their last context are one outcome,
+  so a block of fifty tokens is one draw from its exact distribution.
+- ``ordered``: reward-to-go as well, which needs how often one token came before another; blocks of whole paths.
+- ``paths``: everything; tokens are kept for one batch and reduced.
+
+A draw looks 16 random bits up in a guide table; a bucket that straddles outcomes is resolved exactly with a
+further uniform. Sums are kept per *unit* of consecutive sequences, the smallest leave-one-out group.
+Shapes: E edges (context, token) in use, U units, d parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from klgrad.synth.configurations import Configuration, credit_sums, importance_ratios, loss_weights
+from klgrad.synth.moments import edge_pathwise, edge_values
+from klgrad.synth.policies import PolicyPair, reachable
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+MAX_EDGES = 16  # for count and order statistics
+_GUIDE_ENTRIES = 1 << 21
+_COUNT_OUTCOMES = 2048
+_PATH_OUTCOMES = 256
+_BATCH_TOKENS = 1 << 21
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums over each unit's sequences, for one configuration at one length.
+
+    The N-sequence estimate is ``(x - b y) / N``, or leave-one-out from ``y``, ``cy`` and ``c``.
+
+    Args:
+        x: ``[U, d]`` gradients at b = 0.
+        y: ``[U, d]`` sum_t omega(t) p_t / D.
+        cy: ``[U, d]`` the same weighted with each sequence's C.
+        c: ``[U]`` C, the sum of values.
+        estimate: ``[U]`` the KL value estimates, sum_t lambda_t c_t / D.
+    """
+
+    x: Float[np.ndarray, "U d"]
+    y: Float[np.ndarray, "U d"]
+    cy: Float[np.ndarray, "U d"]
+    c: Float[np.ndarray, " U"]
+    estimate: Float[np.ndarray, " U"]
+
+
+# ------------------------------------------------------------------------------------------------------- draws
+
+
+@dataclass(frozen=True)
+class Block:
+    """The exact distribution of a block of tokens from every context, ready to draw from.
+
+    Outcomes of all contexts stand in one list, by context. ``statistic [O, E]`` counts the edges of an outcome,
+    ``order [O, E * E]`` counts pairs of edges in order, ``edges [O, k]`` is the path (the padding edge E where
+    ended); each only where the sampler needs it.
+    """
+
+    successor: Int[np.ndarray, " O"]
+    cumulative: Float[np.ndarray, " O"]
+    guide: Int[np.ndarray, " G"]
+    bits: int
+    counts: Float[np.ndarray, "O E"] | None = None
+    order: Float[np.ndarray, "O EE"] | None = None
+    edges: Int[np.ndarray, "O k"] | None = None
+
+    @cached_property
+    def base(self) -> np.ndarray:
+        """``[O]`` where the successor's part of the guide starts."""
+        return self.successor << self.bits
+
+    def draw(self, context: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """``[n]`` outcomes, given each sequence's offset into the guide (``base``)."""
+        n = len(context)
+        bucket = rng.bit_generator.random_raw((n + 3) // 4).view(np.uint16)[:n]  # type: ignore[union-attr]
+        if self.bits < 16:
+            bucket = bucket >> np.uint16(16 - self.bits)
+        outcome = self.guide.take(context + bucket).astype(np.intp)
+        unsure = np.flatnonzero(outcome < 0)
+        if unsure.size:
+            fine = (bucket[unsure] + rng.random(unsure.size)) / (1 << self.bits)
+            outcome[unsure] = np.searchsorted(self.cumulative, (context[unsure] >> self.bits) + fine, side="right")
+        return outcome
+
+
+def _block(contexts: int, origin: np.ndarray, probability: np.ndarray, successor: np.ndarray, **parts: np.ndarray) -> Block:
+    """Make the guide: bucket -> outcome where one outcome covers the bucket, else -1. ``origin`` is sorted."""
+    bits = int(np.clip(math.log2(_GUIDE_ENTRIES / contexts), 4, 16))
+    last = np.append(np.flatnonzero(np.diff(origin)), len(origin) - 1)
+    total = np.cumsum(probability)
+    before = np.zeros(contexts)
+    before[origin[last[1:]]] = total[last[:-1]]
+    mass = np.ones(contexts)
+    mass[origin[last]] = total[last] - before[origin[last]]
+    cumulative = origin + np.minimum((total - before[origin]) / mass[origin], 1.0)
+    cumulative[last] = origin[last] + 1.0
+    edge = np.arange(contexts << bits) / (1 << bits)
+    low = np.searchsorted(cumulative, edge, side="right")
+    high = np.searchsorted(cumulative, edge + 2.0**-bits, side="left")
+    size = np.int16 if len(origin) < 1 << 15 else np.int32
+    guide = np.where(low == high, low, -1).astype(size)
+    return Block(successor, cumulative, guide, bits, **parts)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Edges:
+    """The (context, token) pairs in use under the sampler, numbered; ``number [S, V]`` is E where unused."""
+
+    context: Int[np.ndarray, " E"]
+    token: Int[np.ndarray, " E"]
+    number: Int[np.ndarray, "S V"]
+
+    def __len__(self) -> int:
+        return len(self.context)
+
+
+def edges_in_use(pair: PolicyPair) -> Edges:
+    """The edges that the sampler can emit from a context it can reach."""
+    used = (pair.sampler > -np.inf) & (reachable(pair.automaton, pair.sampler) & pair.automaton.alive)[:, None]
+    context, token = np.nonzero(used)
+    number = np.full(used.shape, len(context))
+    number[context, token] = np.arange(len(context))
+    return Edges(context, token, number)
+
+
+def count_blocks(pair: PolicyPair, edges: Edges, sizes: Sequence[int]) -> dict[int, Block]:
+    """Blocks of the given sizes whose outcomes are edge counts with the last context, merged exactly."""
+    automaton, wanted = pair.automaton, set(sizes)
+    contexts, longest = automaton.contexts, max(sizes)
+    probs = np.exp(pair.sampler)
+    radix = float(longest + 1) ** np.arange(len(edges))
+    step = np.append(radix, 0.0)[edges.number].astype(np.int64)  # what a token adds to the packed counts
+    key, probability = np.zeros(contexts, np.int64), np.ones(contexts)
+    now = origin = np.arange(contexts)
+    blocks: dict[int, Block] = {}
+    for k in range(1, longest + 1):
+        source, token = np.nonzero((edges.number[now] < len(edges)) | ((now == automaton.end)[:, None] & _first(automaton)))
+        emitted = np.where(now[source] == automaton.end, 1.0, probs[now[source], token])
+        key, probability = key[source] + step[now[source], token], probability[source] * emitted
+        now, origin = automaton.next_context[now[source], token], origin[source]
+        order = np.lexsort((key, now, origin))
+        key, now, origin, probability = key[order], now[order], origin[order], probability[order]
+        fresh = np.append(True, (np.diff(key) != 0) | (np.diff(now) != 0) | (np.diff(origin) != 0))
+        probability = np.add.reduceat(probability, np.flatnonzero(fresh))
+        key, now, origin = key[fresh], now[fresh], origin[fresh]
+        if k in wanted:
+            counts = (key[:, None] // radix.astype(np.int64)) % (longest + 1)
+            blocks[k] = _block(contexts, origin, probability, now, counts=counts.astype(float))
+    return blocks
+
+
+def _first(automaton: object) -> np.ndarray:
+    return np.arange(automaton.vocabulary) == 0  # type: ignore[attr-defined]
+
+
+def path_blocks(pair: PolicyPair, edges: Edges, sizes: Sequence[int], *, ordered: bool) -> dict[int, Block]:
+    """Blocks of the given sizes whose outcomes are whole paths."""
+    automaton, wanted, E = pair.automaton, set(sizes), len(edges)
+    probs = np.exp(pair.sampler)
+    now = origin = np.arange(automaton.contexts)
+    path, probability = np.zeros((automaton.contexts, 0), np.int32), np.ones(automaton.contexts)
+    blocks: dict[int, Block] = {}
+    for k in range(1, max(sizes) + 1):
+        source, token = np.nonzero((edges.number[now] < E) | ((now == automaton.end)[:, None] & _first(automaton)))
+        edge = edges.number[now[source], token].astype(np.int32)
+        path = np.column_stack([path[source], edge])
+        probability = probability[source] * np.where(edge == E, 1.0, probs[now[source], token])
+        now, origin = automaton.next_context[now[source], token], origin[source]
+        if k in wanted:
+            parts: dict[str, np.ndarray] = {"edges": path}
+            if ordered:
+                hot = np.eye(E + 1)[path][..., :E]
+                before = np.cumsum(hot, axis=1) - hot
+                parts = {"counts": hot.sum(axis=1), "order": np.einsum("oka,okb->oab", before, hot).reshape(-1, E * E)}
+            blocks[k] = _block(automaton.contexts, origin, probability, now, **parts)
+    return blocks
+
+
+def split(length: int, most: int) -> list[int]:
+    """Block sizes that add up to the length: as few and as even as ``most`` allows."""
+    blocks = -(-length // most)
+    return [length // blocks + (i < length % blocks) for i in range(blocks)]
+
+
+def _largest_count_block(edges: Edges, longest: int) -> int:
+    """The block up to which counts stay few and pack into 63 bits.
+
+    A path through E edges has at most E minus contexts plus one free counts; outcomes grow with their power.
+    """
+    free = max(len(edges) - len(np.unique(edges.context)), 1)
+    few = int((_COUNT_OUTCOMES * math.factorial(free)) ** (1 / free))
+    packed = int(2.0 ** (62 / max(len(edges), 1))) - 1
+    return max(1, min(longest, few, packed))
+
+
+# ---------------------------------------------------------------------------------------------------- samplers
+
+
+def order_free(configuration: Configuration) -> bool:
+    """Whether the gradient depends on edge counts alone."""
+    return configuration.ratio != "prefix" and (configuration.credit in ("whole", "token") or not configuration.in_reward)
+
+
+def _order_linear(configuration: Configuration) -> bool:
+    return configuration.ratio in ("none", "token") and configuration.aggregation != "length-mean"
+
+
+def sampler_name(pair: PolicyPair, configurations: Sequence[Configuration]) -> str:
+    """``counts``, ``ordered`` or ``paths``: the one sampler that serves all the configurations."""
+    if len(edges_in_use(pair)) > MAX_EDGES:
+        return "paths"
+    if all(order_free(c) for c in configurations):
+        return "counts"
+    return "ordered" if all(order_free(c) or _order_linear(c) for c in configurations) else "paths"
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """A configuration's terms on the edges: value, score times own ratio, pathwise times its ratio."""
+
+    configuration: Configuration
+    value: np.ndarray
+    score: np.ndarray
+    pathwise: np.ndarray
+    loss_weight: np.ndarray
+
+
+def _tables(pair: PolicyPair, edges: Edges, configuration: Configuration) -> _Tables:
+    at = (edges.context, edges.token)
+    rho = pair.importance_ratio[at]
+    own = rho if configuration.ratio == "token" else np.ones_like(rho)
+    weight = np.ones_like(rho) if configuration.estimator.full else own
+    value = edge_values(pair, configuration)[at]
+    score = own[:, None] * pair.policy.scores[at]
+    pathwise = weight[:, None] * edge_pathwise(pair, configuration)[at] if configuration.in_loss else np.zeros_like(score)
+    return _Tables(configuration, value, score, pathwise, weight)
+
+
+class Sampler:
+    """Draws sequences of a pair and reduces them to each configuration's ``Sums``.
+
+    Args:
+        pair: the pair; its sampler draws.
+        configurations: what is to be estimated; all on the same sequences.
+        lengths: the lengths that will be asked for.
+    """
+
+    def __init__(self, pair: PolicyPair, configurations: Sequence[Configuration], lengths: Sequence[int]) -> None:
+        self.pair, self.configurations = pair, list(configurations)
+        self.name = sampler_name(pair, configurations)
+        self.edges = edges_in_use(pair)
+        self.log_rho = np.log(np.maximum(pair.importance_ratio, 1e-320))[self.edges.context, self.edges.token]
+        self.tables = [_tables(pair, self.edges, configuration) for configuration in configurations]
+        longest = max(lengths)
+        if self.name == "counts":
+            most = _largest_count_block(self.edges, longest)
+        else:
+            branching = max(2, int(np.bincount(self.edges.context).max()))
+            room = max(2, min(_PATH_OUTCOMES, (1 << 17) // self.pair.automaton.contexts))
+            most = max(1, min(longest, int(math.log(room) / math.log(branching) + 1e-9)))
+        self.plan = {int(length): split(int(length), most) for length in lengths}
+        sizes = sorted({size for plan in self.plan.values() for size in plan})
+        if self.name == "counts":
+            self.blocks = count_blocks(pair, self.edges, sizes)
+        else:
+            self.blocks = path_blocks(pair, self.edges, sizes, ordered=self.name == "ordered")
+
+    def sums(self, length: int, units: int, size: int, rng: np.random.Generator) -> list[Sums]:
+        """Draw ``units`` x ``size`` sequences of the length and reduce them, one ``Sums`` per configuration."""
+        draw = {"counts": self._counts, "ordered": self._ordered, "paths": self._paths}[self.name]
+        return draw(length, units, size, rng)
+
+    def outcomes(self, length: int, n: int, rng: np.random.Generator):  # type: ignore[no-untyped-def]
+        """Yield ``(block, outcome [n])`` for each block of n sequences of the length."""
+        context: np.ndarray | None = None
+        for size in self.plan[length]:
+            block = self.blocks[size]
+            if context is None:
+                context = np.full(n, self.pair.automaton.start << block.bits)
+            outcome = block.draw(context, rng)
+            yield block, outcome
+            context = block.base.take(outcome)
+
+    def paths(self, length: int, n: int, rng: np.random.Generator) -> Int[np.ndarray, "n T"]:
+        """``[n, T]`` edges of n sequences; E where a sequence has ended. For the ``paths`` sampler."""
+        path = np.empty((n, length), np.int32)
+        t = 0
+        for block, outcome in self.outcomes(length, n, rng):
+            assert block.edges is not None
+            k = block.edges.shape[1]
+            path[:, t : t + k] = block.edges.take(outcome, axis=0)
+            t += k
+        return path
+
+    # -- counts: per unit, sums of edge counts n and of their products n n^T, under each weight a configuration needs
+
+    def _counts(self, length: int, units: int, size: int, rng: np.random.Generator) -> list[Sums]:
+        n: np.ndarray | None = None
+        for block, outcome in self.outcomes(length, units * size, rng):
+            assert block.counts is not None
+            drawn = block.counts.take(outcome, axis=0)
+            n = drawn if n is None else n + drawn
+        assert n is not None
+        return self._from_counts(n.reshape(units, size, -1), None)
+
+    def _from_counts(self, n: np.ndarray, order: np.ndarray | None) -> list[Sums]:
+        swapped = n.transpose(0, 2, 1)
+        plain = (n.sum(axis=1), swapped @ n)
+        weighted: dict[tuple[str, str], tuple[np.ndarray, np.ndarray]] = {}
+
+        def under(configuration: Configuration) -> tuple[np.ndarray, np.ndarray]:
+            key = (configuration.ratio == "sequence", configuration.aggregation == "length-mean")
+            if not any(key):
+                return plain
+            if key not in weighted:
+                weight = np.exp(n @ self.log_rho) if key[0] else np.ones(n.shape[:2])
+                if key[1]:
+                    weight = weight / n.sum(axis=2)
+                scaled = n * weight[..., None]
+                weighted[key] = (scaled.sum(axis=1), swapped @ scaled)  # type: ignore[index]
+            return weighted[key]  # type: ignore[index]
+
+        out = []
+        for table in self.tables:
+            configuration = table.configuration
+            single, double = under(configuration)
+            y, c = single @ table.score, plain[0] @ table.value
+            cy = (table.value @ double) @ table.score
+            x = single @ table.pathwise
+            if configuration.in_reward:
+                own = single @ (table.value[:, None] * table.score)
+                credit = configuration.credit
+                if credit == "whole":
+                    x = x + cy
+                elif credit == "token":
+                    x = x + own
+                else:
+                    assert order is not None
+                    x = x + (order @ table.value) @ table.score + (own if credit == "rtg" else 0.0)
+            estimate = single @ (table.loss_weight * table.value)
+            out.append(_scaled(Sums(x, y, cy, c, estimate), configuration))
+        return out
+
+    # -- ordered: as counts, and per unit the sum of how often edge a came before edge b
+
+    def _ordered(self, length: int, units: int, size: int, rng: np.random.Generator) -> list[Sums]:
+        E = len(self.edges)
+        n = np.zeros((units * size, E))
+        order = np.zeros((units, E * E))
+        unit = np.repeat(np.arange(units), size)
+        for block, outcome in self.outcomes(length, units * size, rng):
+            assert block.counts is not None and block.order is not None
+            outcomes = len(block.successor)
+            seen = np.bincount(unit * outcomes + outcome, minlength=units * outcomes).reshape(units, outcomes)
+            order += seen @ block.order
+            drawn = block.counts.take(outcome, axis=0)
+            before = n.reshape(units, size, E).transpose(0, 2, 1)
+            order += (before @ drawn.reshape(units, size, E)).reshape(units, E * E)
+            n += drawn
+        return self._from_counts(n.reshape(units, size, E), order.reshape(units, E, E))
+
+    # -- paths: tokens of one batch, weighted by the formula, collected by unit and edge
+
+    def _paths(self, length: int, units: int, size: int, rng: np.random.Generator) -> list[Sums]:
+        batch = max(1, _BATCH_TOKENS // length)
+        total: list[Sums] | None = None
+        for first in range(0, units * size, batch):
+            rows = np.arange(first, min(first + batch, units * size))
+            path = self.paths(length, len(rows), rng)
+            part = [self._reduce(table, path, rows // size, units) for table in self.tables]
+            total = part if total is None else [_plus(a, b) for a, b in zip(total, part, strict=True)]
+        assert total is not None
+        return total
+
+    def _reduce(self, table: _Tables, path: np.ndarray, unit: np.ndarray, units: int) -> Sums:
+        configuration, E = table.configuration, len(self.edges)
+        real = path < E
+        value = np.append(table.value, 0.0)[path]
+        own, before = importance_ratios(configuration.ratio, np.append(self.log_rho, 0.0)[path], np)
+        place = unit[:, None] * (E + 1) + path
+        at = (self.edges.context, self.edges.token)
+        score = self.pair.policy.scores[at]
+        divisor = real.sum(axis=1, keepdims=True) if configuration.aggregation == "length-mean" else 1.0
+
+        def collect(weight: np.ndarray, terms: np.ndarray) -> np.ndarray:
+            flat = np.broadcast_to(weight / divisor, path.shape).ravel()
+            by_edge = np.bincount(place.ravel(), flat, minlength=units * (E + 1)).reshape(units, E + 1)[:, :E]
+            return by_edge @ terms
+
+        c = value.sum(axis=1, keepdims=True)
+        needs_y = configuration.baseline != "none"
+        y = collect(own, score) if needs_y else np.zeros((units, score.shape[1]))
+        cy = collect(c * own, score) if configuration.baseline == "loo" else np.zeros_like(y)
+        x = np.zeros_like(y)
+        if configuration.in_reward:
+            inside = before if configuration.estimator.full and configuration.ratio == "prefix" else own
+            x = x + collect(credit_sums(configuration, value, own, inside, np), score)
+        weight = loss_weights(configuration, own, before)
+        if configuration.in_loss:
+            x = x + collect(weight, edge_pathwise(self.pair, configuration)[at])
+        each = ((weight * value) / divisor).sum(axis=1)
+        sums = Sums(x, y, cy, np.bincount(unit, c[:, 0], units), np.bincount(unit, each, units))
+        return _scaled(sums, configuration)
+
+
+def _scaled(sums: Sums, configuration: Configuration) -> Sums:
+    if configuration.divisor == 1.0:
+        return sums
+    D = configuration.divisor
+    return replace(sums, x=sums.x / D, y=sums.y / D, cy=sums.cy / D, estimate=sums.estimate / D)
+
+
+def _plus(a: Sums, b: Sums) -> Sums:
+    return Sums(a.x + b.x, a.y + b.y, a.cy + b.cy, a.c + b.c, a.estimate + b.estimate)
+
+
+def estimates(
+    configuration: Configuration, sums: Sums, trials: int, samples: int, baseline: Float[np.ndarray, " d"]
+) -> tuple[Float[np.ndarray, "trials d"], Float[np.ndarray, " trials"]]:
+    """``[trials, d]`` gradient and ``[trials]`` KL value estimates of ``samples`` sequences each.
+
+    Args:
+        sums: one row per unit; units of a trial, and of a leave-one-out group, follow each other.
+        baseline: ``[d]`` the constant b of other baselines.
+    """
+    value = sums.estimate.reshape(trials, -1).sum(axis=1) / samples
+    x = sums.x.reshape(trials, -1, sums.x.shape[1]).sum(axis=1)
+    if configuration.baseline != "loo":
+        y = sums.y.reshape(trials, -1, x.shape[1]).sum(axis=1)
+        return (x - baseline * y) / samples, value
+    group = configuration.group(samples)
+    groups = trials * (samples // group)
+    y, cy = (a.reshape(groups, -1, x.shape[1]).sum(axis=1) for a in (sums.y, sums.cy))
+    c = sums.c.reshape(groups, -1).sum(axis=1)[:, None]
+    others = ((c * y - cy) / (group - 1)).reshape(trials, -1, x.shape[1]).sum(axis=1)
+    return (x - others) / samples, value
