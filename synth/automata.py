@@ -7,15 +7,16 @@ linear recurrence over contexts. Shapes: S contexts, V tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
 
+State = Any  # hashable: what a context stands for
 END = "end"
 MAX_CONTEXTS = 1 << 20
 
@@ -40,7 +41,7 @@ class Automaton:
     start: int = 0
     end: int = -1
     horizon: int | None = None
-    states: tuple[Hashable, ...] = field(default=(), compare=False, repr=False)
+    states: tuple[State, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         table = np.asarray(self.next_context)
@@ -96,21 +97,21 @@ class Automaton:
 
 
 def _explore(
-    start: Hashable,
-    step: Callable[[Hashable, int], Hashable],
+    start: State,
+    step: Callable[[State, int], State],
     vocabulary: int,
     *,
     eos: bool,
     horizon: int | None = None,
-    depth: Callable[[Hashable], int] = lambda state: 0,
+    depth: Callable[[State], int] = lambda state: 0,
 ) -> Automaton:
     """Number the states reachable from ``start``, breadth first; the last token ends with ``eos``."""
     if vocabulary < 1 + eos:
         raise ValueError(f"vocabulary {vocabulary} is too small: at least {1 + eos} tokens are needed")
     if horizon is not None and horizon < 1:
         raise ValueError(f"length {horizon} is too short: a sequence has at least one token")
-    index: dict[Hashable, int] = {start: 0}
-    order: list[Hashable] = [start]
+    index: dict[State, int] = {start: 0}
+    order: list[State] = [start]
     rows: list[list[int]] = []
     for state in order:
         row = []
@@ -134,9 +135,7 @@ def _explore(
     return Automaton(np.array(rows), 0, end, horizon, tuple(order))
 
 
-def markov(
-    vocabulary: int, order: int = 1, *, start: tuple[int, ...] | None = None, eos: bool = False
-) -> Automaton:
+def markov(vocabulary: int, order: int = 1, *, start: tuple[int, ...] | None = None, eos: bool = False) -> Automaton:
     """Contexts are the last ``order`` tokens.
 
     Args:
@@ -153,8 +152,8 @@ def markov(
     if start is not None and (len(start) != order or any(not 0 <= v < vocabulary - eos for v in start)):
         raise ValueError(f"start {start} must be {order} tokens below {vocabulary - eos}")
 
-    def step(state: Hashable, token: int) -> Hashable:
-        return (*state, token)[-order:] if order else ()  # type: ignore[misc]
+    def step(state: State, token: int) -> State:
+        return (*state, token)[-order:] if order else ()
 
     return _explore(start if start is not None else (), step, vocabulary, eos=eos)
 
@@ -162,14 +161,24 @@ def markov(
 def positional(vocabulary: int, length: int, *, eos: bool = False) -> Automaton:
     """Contexts are positions: the next-token distribution depends on t alone."""
     return _explore(
-        0, lambda t, token: t + 1, vocabulary, eos=eos, horizon=length, depth=lambda t: t  # type: ignore[operator, return-value]
+        0,
+        lambda t, token: t + 1,
+        vocabulary,
+        eos=eos,
+        horizon=length,
+        depth=lambda t: t,
     )
 
 
 def history(vocabulary: int, length: int, *, eos: bool = False) -> Automaton:
     """Contexts are whole prefixes: any autoregressive model up to ``length`` tokens."""
     return _explore(
-        (), lambda past, token: (*past, token), vocabulary, eos=eos, horizon=length, depth=len  # type: ignore[misc, arg-type]
+        (),
+        lambda past, token: (*past, token),
+        vocabulary,
+        eos=eos,
+        horizon=length,
+        depth=len,
     )
 
 
@@ -187,12 +196,17 @@ def counts(vocabulary: int, length: int, *, last: bool = False, eos: bool = Fals
     if last:
         return _explore(
             ((0,) * kept, -1),
-            lambda state, token: (add(state[0], token), token),  # type: ignore[index]
+            lambda state, token: (add(state[0], token), token),
             vocabulary,
             eos=eos,
             horizon=length,
-            depth=lambda state: sum(state[0]),  # type: ignore[index]
+            depth=lambda state: sum(state[0]),
         )
     return _explore(
-        (0,) * kept, add, vocabulary, eos=eos, horizon=length, depth=sum  # type: ignore[arg-type]
+        (0,) * kept,
+        add,
+        vocabulary,
+        eos=eos,
+        horizon=length,
+        depth=sum,
     )

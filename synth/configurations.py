@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from klgrad.synth.estimators import ESTIMATORS, Estimator, estimator, unknown
+from klgrad.synth.estimators import ESTIMATORS, Estimator, array_namespace, estimator, unknown
 
 if TYPE_CHECKING:
     from klgrad.synth.policies import PolicyPair
@@ -93,8 +93,10 @@ class Configuration:
                 f"{which} belongs to the reward placement and {self.estimator}-in-loss has none: "
                 f"write {self.estimator}-in-reward or -in-both, or drop the option"
             )
-        if self.baseline == "loo" and self.baseline_value not in (0,) and not (
-            self.baseline_value == int(self.baseline_value) and self.baseline_value >= 2
+        if (
+            self.baseline == "loo"
+            and self.baseline_value not in (0,)
+            and not (self.baseline_value == int(self.baseline_value) and self.baseline_value >= 2)
         ):
             raise ValueError(f"loo={self.baseline_value:g} must be a group size of 2 or more")
         if self.aggregation == "divide" and not 0 < self.divisor < float("inf"):
@@ -256,8 +258,6 @@ def score_coefficients(
     Raises:
         ValueError: when a full-vocabulary estimator is not given the full log-probs.
     """
-    from array_api_compat import array_namespace
-
     xp = array_namespace(log_probs)
     est = configuration.estimator
     zero = xp.zeros_like(log_probs)
@@ -287,7 +287,9 @@ def score_coefficients(
     if configuration.in_loss and not est.full:
         token = token + loss_weights(configuration, own, before) * est.slope(delta)
     elif configuration.in_loss:
-        vocab = xp.where(mask, loss_weights(configuration, own, before), zero)[..., None] * est.slope(full_log_probs, full_reference)
+        vocab = xp.where(mask, loss_weights(configuration, own, before), zero)[..., None] * est.slope(
+            full_log_probs, full_reference
+        )
     divisor: Any = configuration.divisor
     if configuration.aggregation == "length-mean":
         divisor = xp.sum(xp.where(mask, xp.ones_like(log_probs), zero), axis=1, keepdims=True)

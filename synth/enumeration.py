@@ -93,13 +93,13 @@ def sequence_gradient(
             return running(max(t + 1, u if est.full else u + 1))
         return {"none": 1.0, "token": rho[t], "sequence": running(T)}[configuration.ratio]
 
-    credit = {"whole": lambda t, u: True, "rtg": lambda t, u: t <= u, "token": lambda t, u: t == u}.get(
-        configuration.credit, lambda t, u: t < u
-    )
+    def in_credit(t: int, u: int) -> bool:
+        return {"whole": True, "rtg": t <= u, "token": t == u, "future": t < u}[configuration.credit]
+
     g = np.zeros(pair.policy.parameters)
     for t in range(T):
         if configuration.in_reward:
-            g += p[t] * (sum(omega(t, u) * c[u] for u in range(T) if credit(t, u)) - b * omega(t, t))
+            g += p[t] * (sum(omega(t, u) * c[u] for u in range(T) if in_credit(t, u)) - b * omega(t, t))
         if configuration.in_loss and not est.full:
             g += omega(t, t) * float(est.slope(np.array([log_pi[edge[t]] - log_ref[edge[t]]]))[0]) * p[t]
         if configuration.in_loss and est.full:
@@ -199,7 +199,9 @@ class Batch:
     full_reference: Any
 
 
-def torch_policy(pair: PolicyPair, features: Float[np.ndarray, "S V d"] | None = None) -> tuple[Any, Callable[..., Any]]:
+def torch_policy(
+    pair: PolicyPair, features: Float[np.ndarray, "S V d"] | None = None
+) -> tuple[Any, Callable[..., Any]]:
     """The pair's policy as ``(theta, model)``: a torch leaf ``[d]``, and ``contexts [B, T] -> log-probs [B, T, V]``.
 
     Tabular policies need no features; others are given theirs.

@@ -12,7 +12,6 @@ A new estimator is one entry in ``ESTIMATORS``.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Callable
@@ -20,12 +19,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from array_api_compat import array_namespace
+import numpy as np
 
 Array = Any  # numpy.ndarray or torch.Tensor
 
 PAPER = "A Comedy of Estimators, arXiv 2512.21852"
 SCHULMAN = "Schulman 2020, joschu.net/blog/kl-approx.html"
+
+
+def array_namespace(x: Array) -> Any:
+    """numpy itself for numpy arrays, which follow the array API since numpy 2; the compatible namespace of others."""
+    if isinstance(x, (np.ndarray, np.generic)):
+        return np
+    from array_api_compat import array_namespace  # its numpy wrapper imports a tenth of a second of numpy we do not use
+
+    return array_namespace(x)
 
 
 @dataclass(frozen=True)
@@ -255,6 +263,8 @@ ESTIMATORS: dict[str, Entry] = {
 
 def unknown(kind: str, name: str, choices: list[str]) -> ValueError:
     """The one form of 'no such name': says what there is, and the nearest."""
+    import difflib
+
     near = difflib.get_close_matches(name, choices, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return ValueError(f"unknown {kind} {name!r}: {hint}there is {', '.join(choices)}")

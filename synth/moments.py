@@ -338,7 +338,9 @@ class _Step:
         for target, parts in shared.items():
             data = np.concatenate([part for _, part in parts])
             column = np.concatenate([k * len(active) + source for k in range(len(parts))])
-            block = sparse.coo_array((data, (np.tile(to, len(parts)), column)), shape=(len(after), len(parts) * len(active)))
+            block = sparse.coo_array(
+                (data, (np.tile(to, len(parts)), column)), shape=(len(after), len(parts) * len(active))
+            )
             dense = len(after) * len(active) <= 16 * len(used)
             self.blocks.append((target, [o for o, _ in parts], block.toarray() if dense else block.tocsr()))
         self.own = None
@@ -375,7 +377,9 @@ def _propagate(
         if weighted:
             now = now * lengths[at].astype(float)[None, :, None] ** power
         if has_end:
-            total = ended + np.cumsum(np.arange(t + 1, t + k + 1.0)[None, :, None] ** power * arrived[index, :k], axis=1)
+            total = ended + np.cumsum(
+                np.arange(t + 1, t + k + 1.0)[None, :, None] ** power * arrived[index, :k], axis=1
+            )
             ended = total[:, -1:]
             now = now + total[:, columns]
         out[at] = now.transpose(1, 0, 2)

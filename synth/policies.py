@@ -5,10 +5,7 @@ Shapes: S contexts, V tokens, d parameters. A *score* is the gradient of a log-p
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import sys
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -217,9 +214,7 @@ def linear(automaton: Automaton, features: Float[np.ndarray, "S V d"], theta: Fl
     return Policy(log_probs, features - mean[:, None, :], theta)
 
 
-def from_function(
-    automaton: Automaton, logits: Callable[[Any], Any], theta: Float[np.ndarray, " d"]
-) -> Policy:
+def from_function(automaton: Automaton, logits: Callable[[Any], Any], theta: Float[np.ndarray, " d"]) -> Policy:
     """Any differentiable logit function ``theta [d] -> logits [S, V]`` in torch; scores by autograd."""
     import torch
 
@@ -231,8 +226,8 @@ def from_function(
     value = log_probs(point).detach().numpy()
     if value.shape != automaton.next_context.shape:
         raise ValueError(f"logits(theta) has shape {value.shape}; the automaton needs {automaton.next_context.shape}")
-    _check_scores_fit(*value.shape, len(point))
-    scores = torch.autograd.functional.jacobian(log_probs, point).numpy()
+    _check_scores_fit(automaton.contexts, automaton.vocabulary, len(point))
+    scores = torch.autograd.functional.jacobian(log_probs, point).numpy()  # type: ignore[no-untyped-call]
     if not np.isfinite(scores[automaton.alive]).all():
         raise ValueError("the gradient of logits(theta) is not finite")
     return Policy(log_softmax(value), scores, point.numpy())
@@ -248,10 +243,13 @@ _OPTIONAL = ("behaviour_logits", "features", "theta")
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
+    import zipfile
+
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            if not hasattr(archive, "files"):
-                raise ValueError(f"{path} is not an .npz archive of named arrays")
+        with path.open("rb") as file:
+            archive = np.load(file, allow_pickle=False)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise ValueError("it is not an archive of named arrays")
             return {key: archive[key] for key in archive.files}
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist") from None
@@ -285,12 +283,15 @@ def load_npz(path: str | Path) -> PolicyPair:
         scalars = {key: int(arrays[key]) for key in ("start", "end")}
     except TypeError:
         raise ValueError(f"{path}: start and end must be single integers") from None
-    automaton = Automaton(arrays["next_context"], **scalars)
+    automaton = Automaton(arrays["next_context"], scalars["start"], scalars["end"])
     if parametric:
         policy = linear(automaton, arrays["features"], arrays["theta"])
         if "policy_logits" in arrays:
             stated = log_softmax(arrays["policy_logits"], name="policy_logits")
-            if stated.shape != policy.log_probs.shape or np.abs(stated - policy.log_probs)[automaton.alive].max() > 1e-8:
+            if (
+                stated.shape != policy.log_probs.shape
+                or np.abs(stated - policy.log_probs)[automaton.alive].max() > 1e-8
+            ):
                 raise ValueError(f"{path}: policy_logits and features . theta are different policies")
     else:
         policy = tabular(automaton, arrays["policy_logits"])
@@ -305,6 +306,8 @@ def load_npz(path: str | Path) -> PolicyPair:
 
 
 def _import_module(name: str) -> Any:
+    import importlib.util
+
     if not name.endswith(".py"):
         return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location(Path(name).stem, name)
@@ -313,6 +316,18 @@ def _import_module(name: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def load_log_probs(path: str | Path, key: str) -> Float[np.ndarray, "S V"]:
+    """``[S, V]`` log-probs from the logits under one key of an ``.npz`` file (read without pickle).
+
+    Raises:
+        ValueError: for a file that is not an archive or lacks the key.
+    """
+    arrays = _read_npz(Path(path))
+    if key not in arrays:
+        raise ValueError(f"{path} has no {key}: it has {', '.join(arrays) or 'nothing'}")
+    return log_softmax(arrays[key], name=key)
 
 
 def load_function(name: str) -> PolicyPair:

@@ -8,8 +8,9 @@ magnitude, and the order of the variances.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,9 @@ class Preset:
     source: str
 
 
-def _binary(policy: list[list[float]], reference: list[list[float]], behaviour: list[list[float]] | None = None) -> PolicyPair:
+def _binary(
+    policy: list[list[float]], reference: list[list[float]], behaviour: list[list[float]] | None = None
+) -> PolicyPair:
     automaton = markov(2, 1, start=(0,))
     return PolicyPair(
         automaton,
@@ -65,8 +68,8 @@ def _drift(length: int) -> PolicyPair:
     return PolicyPair(automaton, tabular(automaton, policy), log_softmax(reference))
 
 
-def _count_features(state: Hashable) -> list[float]:
-    (zeros, ones), last = state  # type: ignore[misc]
+def _count_features(state: Any) -> list[float]:
+    (zeros, ones), last = state
     past = zeros + ones
     return [1.0, float(2 * last - 1) if past else 0.0, ones / past if past else 0.5]
 
@@ -76,7 +79,9 @@ def _counts(length: int) -> PolicyPair:
     features = np.zeros((automaton.contexts, 2, 3))
     features[:, 1] = [_count_features(state) for state in automaton.states]
     return PolicyPair(
-        automaton, linear(automaton, features, np.array([0.3, 0.9, -0.7])), log_softmax(features @ np.array([-0.1, 0.2, 0.4]))
+        automaton,
+        linear(automaton, features, np.array([0.3, 0.9, -0.7])),
+        log_softmax(features @ np.array([-0.1, 0.2, 0.4])),
     )
 
 
@@ -118,23 +123,25 @@ PRESETS: dict[str, Preset] = {
     ),
     "drift": Preset(
         "the policy all but dropped a token that the reference favours: k3 explodes",
-        "V = 8, independent tokens, d = 8 softmax logits; policy mass 0.008 : 1 : ... : 1, reference mass 32 : 1 : ... : 1",
+        "V = 8, independent tokens, d = 8 softmax logits; "
+        "policy mass 0.008 : 1 : ... : 1, reference mass 32 : 1 : ... : 1",
         _drift,
         (1, 2, 5, 10, 20),
         "handbook page 'KL regularization in LLM RL', drift row eps = 0.001",
     ),
     "counts": Preset(
         "genuinely history-dependent: the mean of all past tokens is a feature",
-        "V = 2, logit of token 1 = theta . (1, last token as -1 or 1 (0 at the start), mean of the past (1/2 at the start)), "
-        "d = 3; policy theta (0.3, 0.9, -0.7), reference theta (-0.1, 0.2, 0.4)",
+        "V = 2, d = 3, logit of token 1 = theta . (1, last token as -1 or 1 (0 at the start), "
+        "mean of the past (1/2 at the start)); policy theta (0.3, 0.9, -0.7), reference theta (-0.1, 0.2, 0.4)",
         _counts,
         tuple(range(5, 21)),
         "klgrad",
     ),
     "words": Preset(
         "sixteen words with an end token; replies of random length",
-        "V = 16, context = last word, start in context 0, token 15 ends, d = 240 softmax logits; with k = (v - w - 1) mod 15 "
-        "for word w and token v: reference logit -0.15 k (end: -1.5), policy logit -0.3 k + 0.2 cos(w + 2 v) (end: -1.0)",
+        "V = 16, context = last word, start in context 0, token 15 ends, d = 240 softmax logits; "
+        "with k = (v - w - 1) mod 15 for word w and token v: "
+        "reference logit -0.15 k (end: -1.5), policy logit -0.3 k + 0.2 cos(w + 2 v) (end: -1.0)",
         _words,
         tuple(range(5, 21)),
         "klgrad",

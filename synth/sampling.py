@@ -16,13 +16,14 @@ Shapes: E edges (context, token) in use, U units, d parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from klgrad.synth.automata import Automaton
 from klgrad.synth.configurations import Configuration, credit_sums, importance_ratios, loss_weights
 from klgrad.synth.moments import edge_pathwise, edge_values
 from klgrad.synth.policies import PolicyPair, reachable
@@ -86,7 +87,7 @@ class Block:
     def draw(self, context: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """``[n]`` outcomes, given each sequence's offset into the guide (``base``)."""
         n = len(context)
-        bucket = rng.bit_generator.random_raw((n + 3) // 4).view(np.uint16)[:n]  # type: ignore[union-attr]
+        bucket = rng.bit_generator.random_raw((n + 3) // 4).view(np.uint16)[:n]
         if self.bits < 16:
             bucket = bucket >> np.uint16(16 - self.bits)
         outcome = self.guide.take(context + bucket).astype(np.intp)
@@ -97,7 +98,9 @@ class Block:
         return outcome
 
 
-def _block(contexts: int, origin: np.ndarray, probability: np.ndarray, successor: np.ndarray, **parts: np.ndarray) -> Block:
+def _block(
+    contexts: int, origin: np.ndarray, probability: np.ndarray, successor: np.ndarray, **parts: np.ndarray
+) -> Block:
     """Make the guide: bucket -> outcome where one outcome covers the bucket, else -1. ``origin`` is sorted."""
     bits = int(np.clip(math.log2(_GUIDE_ENTRIES / contexts), 4, 16))
     last = np.append(np.flatnonzero(np.diff(origin)), len(origin) - 1)
@@ -108,12 +111,13 @@ def _block(contexts: int, origin: np.ndarray, probability: np.ndarray, successor
     mass[origin[last]] = total[last] - before[origin[last]]
     cumulative = origin + np.minimum((total - before[origin]) / mass[origin], 1.0)
     cumulative[last] = origin[last] + 1.0
-    edge = np.arange(contexts << bits) / (1 << bits)
-    low = np.searchsorted(cumulative, edge, side="right")
-    high = np.searchsorted(cumulative, edge + 2.0**-bits, side="left")
+    scaled = cumulative * (1 << bits)  # exact: a power of two
+    buckets = contexts << bits
+    low = np.cumsum(np.bincount(np.ceil(scaled).astype(int), minlength=buckets + 1)[:buckets])
+    high = np.cumsum(np.bincount(np.floor(scaled).astype(int), minlength=buckets + 1)[:buckets])
     size = np.int16 if len(origin) < 1 << 15 else np.int32
     guide = np.where(low == high, low, -1).astype(size)
-    return Block(successor, cumulative, guide, bits, **parts)  # type: ignore[arg-type]
+    return Block(successor, cumulative, guide, bits, **parts)
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,9 @@ def count_blocks(pair: PolicyPair, edges: Edges, sizes: Sequence[int]) -> dict[i
     now = origin = np.arange(contexts)
     blocks: dict[int, Block] = {}
     for k in range(1, longest + 1):
-        source, token = np.nonzero((edges.number[now] < len(edges)) | ((now == automaton.end)[:, None] & _first(automaton)))
+        source, token = np.nonzero(
+            (edges.number[now] < len(edges)) | ((now == automaton.end)[:, None] & _first(automaton))
+        )
         emitted = np.where(now[source] == automaton.end, 1.0, probs[now[source], token])
         key, probability = key[source] + step[now[source], token], probability[source] * emitted
         now, origin = automaton.next_context[now[source], token], origin[source]
@@ -163,8 +169,9 @@ def count_blocks(pair: PolicyPair, edges: Edges, sizes: Sequence[int]) -> dict[i
     return blocks
 
 
-def _first(automaton: object) -> np.ndarray:
-    return np.arange(automaton.vocabulary) == 0  # type: ignore[attr-defined]
+def _first(automaton: Automaton) -> np.ndarray:
+    """``[V]`` True for token 0: what stands for padding after the end."""
+    return np.arange(automaton.vocabulary) == 0
 
 
 def path_blocks(pair: PolicyPair, edges: Edges, sizes: Sequence[int], *, ordered: bool) -> dict[int, Block]:
@@ -212,7 +219,9 @@ def _largest_count_block(edges: Edges, longest: int) -> int:
 
 def order_free(configuration: Configuration) -> bool:
     """Whether the gradient depends on edge counts alone."""
-    return configuration.ratio != "prefix" and (configuration.credit in ("whole", "token") or not configuration.in_reward)
+    return configuration.ratio != "prefix" and (
+        configuration.credit in ("whole", "token") or not configuration.in_reward
+    )
 
 
 def _order_linear(configuration: Configuration) -> bool:
@@ -246,7 +255,9 @@ def _tables(pair: PolicyPair, edges: Edges, configuration: Configuration) -> _Ta
     weight = np.ones_like(rho) if configuration.estimator.full else own
     value = edge_values(pair, configuration)[at]
     score = own[:, None] * pair.policy.scores[at]
-    pathwise = weight[:, None] * edge_pathwise(pair, configuration)[at] if configuration.in_loss else np.zeros_like(score)
+    pathwise = (
+        weight[:, None] * edge_pathwise(pair, configuration)[at] if configuration.in_loss else np.zeros_like(score)
+    )
     return _Tables(configuration, value, score, pathwise, weight)
 
 
@@ -263,7 +274,7 @@ class Sampler:
         self.pair, self.configurations = pair, list(configurations)
         self.name = sampler_name(pair, configurations)
         self.edges = edges_in_use(pair)
-        self.log_rho = np.log(np.maximum(pair.importance_ratio, 1e-320))[self.edges.context, self.edges.token]
+        self.log_rho = np.log(pair.importance_ratio[self.edges.context, self.edges.token])
         self.tables = [_tables(pair, self.edges, configuration) for configuration in configurations]
         longest = max(lengths)
         if self.name == "counts":
@@ -284,7 +295,7 @@ class Sampler:
         draw = {"counts": self._counts, "ordered": self._ordered, "paths": self._paths}[self.name]
         return draw(length, units, size, rng)
 
-    def outcomes(self, length: int, n: int, rng: np.random.Generator):  # type: ignore[no-untyped-def]
+    def outcomes(self, length: int, n: int, rng: np.random.Generator) -> Iterator[tuple[Block, np.ndarray]]:
         """Yield ``(block, outcome [n])`` for each block of n sequences of the length."""
         context: np.ndarray | None = None
         for size in self.plan[length]:
@@ -320,7 +331,7 @@ class Sampler:
     def _from_counts(self, n: np.ndarray, order: np.ndarray | None) -> list[Sums]:
         swapped = n.transpose(0, 2, 1)
         plain = (n.sum(axis=1), swapped @ n)
-        weighted: dict[tuple[str, str], tuple[np.ndarray, np.ndarray]] = {}
+        weighted: dict[tuple[bool, bool], tuple[np.ndarray, np.ndarray]] = {}
 
         def under(configuration: Configuration) -> tuple[np.ndarray, np.ndarray]:
             key = (configuration.ratio == "sequence", configuration.aggregation == "length-mean")
@@ -331,8 +342,8 @@ class Sampler:
                 if key[1]:
                     weight = weight / n.sum(axis=2)
                 scaled = n * weight[..., None]
-                weighted[key] = (scaled.sum(axis=1), swapped @ scaled)  # type: ignore[index]
-            return weighted[key]  # type: ignore[index]
+                weighted[key] = (scaled.sum(axis=1), swapped @ scaled)
+            return weighted[key]
 
         out = []
         for table in self.tables:
@@ -363,7 +374,8 @@ class Sampler:
         order = np.zeros((units, E * E))
         unit = np.repeat(np.arange(units), size)
         for block, outcome in self.outcomes(length, units * size, rng):
-            assert block.counts is not None and block.order is not None
+            assert block.counts is not None
+            assert block.order is not None
             outcomes = len(block.successor)
             seen = np.bincount(unit * outcomes + outcome, minlength=units * outcomes).reshape(units, outcomes)
             order += seen @ block.order

@@ -1,0 +1,1 @@
+"""Questions asked of the synthetic world: bias and variance by sampling, tables with provenance, verdicts."""

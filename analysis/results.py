@@ -1,0 +1,290 @@
+"""Tidy tables of bias and variance, exact and sampled, with provenance; written atomically.
+
+One row per configuration, length and source. ``bias`` is the Euclidean norm of expected minus true gradient (as
+measured, where sampled); ``variance`` is N times the trace of the covariance of the N-sequence estimate.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from klgrad.analysis.montecarlo import Progress, Simulation, check_counts, fingerprint, simulate
+from klgrad.synth import exact
+from klgrad.synth.configurations import Configuration
+from klgrad.synth.moments import Moments, full_fits, moments
+from klgrad.synth.policies import PolicyPair
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+COLUMNS = (
+    "preset", "configuration", "estimator", "placement", "length", "source",
+    "kl", "gradient_norm",
+    "bias", "bias_low", "bias_high", "bias_floor", "bias_debiased", "relative_bias", "scale", "cosine",
+    "variance", "variance_low", "variance_high",
+    "estimate", "estimate_variance", "samples", "trials",
+)  # fmt: skip
+_ZERO = 1e-12  # a mean below this share of the true gradient has no direction
+_FULL_PARAMETERS = 64
+
+
+def compare(
+    pair: PolicyPair,
+    configurations: Sequence[Configuration],
+    lengths: Sequence[int],
+    *,
+    trials: int = 200,
+    samples: int = 1000,
+    seed: int = 0,
+    exact_only: bool = False,
+    workers: int = 1,
+    store: Path | None = None,
+    progress: Progress | None = None,
+) -> pd.DataFrame:
+    """Bias and variance of each configuration at each length: exact rows, then Monte Carlo rows.
+
+    Args:
+        exact_only: leave the Monte Carlo out.
+        Others as in ``montecarlo.simulate``.
+
+    Returns:
+        A frame with ``COLUMNS``. Exact rows have floor 0, low = high, and trials 0.
+
+    Raises:
+        ValueError: for a length out of range, fewer than 2 trials or samples, or no configuration.
+    """
+    import pandas as pd
+
+    if not configurations:
+        raise ValueError("no configurations: give at least one")
+    check_counts(trials, samples)
+    full = full_fits(pair) and pair.policy.parameters <= _FULL_PARAMETERS and not exact_only
+    found = moments(pair, configurations, lengths, covariance="full" if full else "trace", samples=samples)
+    truth = exact.true_gradient(pair, lengths)
+    kls = exact.kl(pair, lengths)
+    rows = [
+        _exact_row(_head(pair, m.configuration, lengths[i], kls[i], truth[i]), m, i, truth[i], samples)
+        for m in found
+        for i in range(len(lengths))
+    ]
+    if not exact_only:
+        drawn = simulate(
+            pair, configurations, lengths,
+            trials=trials, samples=samples, seed=seed, workers=workers, store=store, progress=progress,
+        )  # fmt: skip
+        rows += _monte_carlo_rows(pair, found, lengths, kls, truth, drawn, trials, samples)
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def _head(pair: PolicyPair, configuration: Configuration, length: int, kl: float, truth: np.ndarray) -> dict[str, Any]:
+    return {
+        "preset": pair.name,
+        "configuration": str(configuration),
+        "estimator": str(configuration.estimator),
+        "placement": configuration.placement,
+        "length": int(length),
+        "kl": float(kl),
+        "gradient_norm": float(np.linalg.norm(truth)),
+    }
+
+
+def _direction(mean: np.ndarray, truth: np.ndarray) -> dict[str, float]:
+    """Relative bias, least-squares scale of the true gradient, and cosine; NaN where they mean nothing."""
+    norm, size = float(np.linalg.norm(truth)), float(np.linalg.norm(mean))
+    if norm == 0:
+        return {"relative_bias": np.nan, "scale": np.nan, "cosine": np.nan}
+    inner = float(mean @ truth)
+    return {
+        "relative_bias": float(np.linalg.norm(mean - truth)) / norm,
+        "scale": inner / norm**2,
+        "cosine": inner / (norm * size) if size > _ZERO * norm else np.nan,
+    }
+
+
+def _trace(m: Moments, i: int) -> float:
+    assert m.covariance is not None
+    at = m.covariance[i]
+    return max(float(np.trace(at) if at.ndim == 2 else at), 0.0)
+
+
+def _exact_row(head: dict[str, Any], m: Moments, i: int, truth: np.ndarray, samples: int) -> dict[str, Any]:
+    bias, variance = float(np.linalg.norm(m.mean[i] - truth)), _trace(m, i)
+    return {
+        **head,
+        "source": "exact",
+        "bias": bias, "bias_low": bias, "bias_high": bias, "bias_floor": 0.0, "bias_debiased": bias,
+        **_direction(m.mean[i], truth),
+        "variance": variance, "variance_low": variance, "variance_high": variance,
+        "estimate": float(m.estimate[i]), "estimate_variance": float(m.estimate_variance[i]),
+        "samples": samples, "trials": 0,
+    }  # fmt: skip
+
+
+def _monte_carlo_rows(
+    pair: PolicyPair,
+    found: Sequence[Moments],
+    lengths: Sequence[int],
+    kls: np.ndarray,
+    truth: np.ndarray,
+    drawn: Simulation,
+    trials: int,
+    samples: int,
+) -> list[dict[str, Any]]:
+    from klgrad.analysis.intervals import bias_interval, variance_interval
+
+    rows, noise = [], []
+    for c, m in enumerate(found):
+        for i, length in enumerate(lengths):
+            trial = drawn.gradients[i][:, c]
+            mean = trial.mean(axis=0)
+            variance = samples * float(trial.var(axis=0, ddof=1).sum())
+            bias, floor = float(np.linalg.norm(mean - truth[i])), float(np.sqrt(variance / (trials * samples)))
+            value = drawn.estimates[i][:, c]
+            noise.append(_noise(m, i, trial, mean - truth[i], samples))
+            rows.append({
+                **_head(pair, m.configuration, length, kls[i], truth[i]),
+                "source": "monte_carlo",
+                "bias": bias, "bias_floor": floor, "bias_debiased": float(np.sqrt(max(bias**2 - floor**2, 0.0))),
+                **_direction(mean, truth[i]),
+                "variance": variance,
+                "estimate": float(value.mean()), "estimate_variance": samples * float(value.var(ddof=1)),
+                "samples": samples, "trials": trials,
+            })  # fmt: skip
+    trace, square, along, relative = np.array(noise).T
+    low, high = bias_interval(np.array([row["bias"] for row in rows]), trace, square, along)
+    v_low, v_high = variance_interval(np.array([row["variance"] for row in rows]), relative)
+    for k, row in enumerate(rows):
+        row.update(bias_low=low[k], bias_high=high[k], variance_low=v_low[k], variance_high=v_high[k])
+    return rows
+
+
+def _noise(m: Moments, i: int, trial: np.ndarray, off: np.ndarray, samples: int) -> tuple[float, float, float, float]:
+    """tr Sigma, tr Sigma^2 and m' Sigma m of the mean over trials, and the relative variance of the variance.
+
+    The exact covariance where there is one: a tail that was never sampled makes the sampled covariance lie.
+    """
+    trials = len(trial)
+    centred = trial - trial.mean(axis=0)
+    direction = off / (np.linalg.norm(off) or 1.0)
+    assert m.covariance is not None
+    if m.covariance.ndim == 3:
+        sigma = m.covariance[i] / samples
+        trace, square, along = float(np.trace(sigma)), float((sigma**2).sum()), float(direction @ sigma @ direction)
+    else:
+        gram = centred @ centred.T / (trials - 1)  # trials x trials: d may be large
+        sampled = float(np.trace(gram))
+        square = max(float((gram**2).sum()) - sampled**2 / (trials - 1), sampled**2 / trial.shape[1] / 2)
+        trace, along = _trace(m, i) / samples, float(((centred @ direction) ** 2).sum()) / (trials - 1)
+    each = (centred**2).sum(axis=1)
+    spread = float(each.var(ddof=1) / each.mean() ** 2 / trials) if each.mean() > 0 else 0.0
+    gaussian = 2 * square / trace**2 / (trials - 1) if trace > 0 else 0.0
+    return max(trace, 0.0) / trials, square / trials**2, max(along, 0.0) / trials, max(spread, gaussian)
+
+
+# ---------------------------------------------------------------------------------------------------- provenance
+
+
+def software() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    names = ("klgrad", "numpy", "scipy", "pandas", "matplotlib")
+    found = {"python": platform.python_version()}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def manifest(command: str, pairs: Sequence[PolicyPair], request: dict[str, Any]) -> dict[str, Any]:
+    """Everything needed to make a table again: versions, platform, request, and a hash of each pair."""
+    return {
+        "command": command,
+        "request": request,
+        "pairs": {pair.name: fingerprint(pair) for pair in pairs},
+        "software": software(),
+        "platform": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows as plain Python values; None for what is not finite or not there."""
+    rows = frame.astype(object).to_dict("records")
+    return [{str(key): finite(value) for key, value in row.items()} for row in rows]
+
+
+def finite(value: Any) -> Any:
+    """Plain Python values, lists included; None for a number that is not finite (JSON has none)."""
+    if isinstance(value, list):
+        return [finite(each) for each in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+def writable_folder(path: Path) -> Path:
+    """The folder, made if need be.
+
+    Raises:
+        ValueError: when it cannot be made or written to, before any work is done.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(f"cannot write to {path}: {error.strerror}; give another folder with --out") from None
+    return path
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def save(frame: pd.DataFrame, provenance: dict[str, Any], stem: Path) -> None:
+    """Write ``stem.csv`` and ``stem.json`` (manifest and rows), each atomically."""
+    write_atomically(stem.with_suffix(".csv"), frame.to_csv(index=False, lineterminator="\n"))
+    content = {"manifest": provenance, "rows": records(frame)}
+    write_atomically(stem.with_suffix(".json"), json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def load(path: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """The frame and manifest of a saved ``.json``.
+
+    Raises:
+        ValueError: for a file that is missing or not such a table.
+    """
+    import pandas as pd
+
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        frame = pd.DataFrame(content["rows"], columns=list(COLUMNS))
+        return frame, dict(content["manifest"])
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a saved klgrad table: {error}") from None
+
+
+def forget(store: Path) -> None:
+    """Remove the blocks of a run that is complete."""
+    shutil.rmtree(store, ignore_errors=True)

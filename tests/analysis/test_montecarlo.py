@@ -1,0 +1,172 @@
+"""The sampled engine against the exact one, and its promises about seeds, workers and interruption.
+
+z-tests use the exact standard error. Each of their thresholds is stated with its false-alarm rate; seeds are fixed.
+"""
+
+import numpy as np
+import pytest
+
+from klgrad.analysis import montecarlo
+from klgrad.analysis.montecarlo import blocks, simulate
+from klgrad.synth.configurations import parse
+from klgrad.synth.moments import full_fits, moments
+from klgrad.synth.presets import PRESETS, preset
+
+ORDER_FREE = [
+    f"{e}-in-{p}{o}" for e in ("k1", "k3", "full") for p in ("reward", "loss", "both") for o in ("", "+length-mean")
+]
+ORDER_FREE += ["k1-in-reward+loo", "k3-in-both+loo=4", "k1-in-reward+token", "k1-in-both+mean-baseline"]
+ORDER_FREE += ["k1-in-reward+optimal-baseline-per-coordinate", "k3-in-reward+b=0.3+divide=7"]
+ORDERED = ["k1-in-reward+rtg", "k3-in-both+rtg+loo", "full-in-both+future+optimal-baseline", "k1-in-reward+future"]
+PATHS = ["k1-in-reward+rtg+length-mean", "k3-in-both+rtg+prefix-ratio", "full-in-both+prefix-ratio"]
+PATHS += ["full-in-loss+prefix-ratio", "k3-in-both+prefix-ratio+loo"]
+STALE = [e + r for e in ("k1-in-reward", "k3-in-loss", "full-in-both") for r in ("", "+token-ratio", "+sequence-ratio")]
+STALE += ["k1-in-reward+rollout-value", "k1-in-reward+rtg+token-ratio"]
+
+REQUESTS = {"counts": ORDER_FREE, "ordered": ORDER_FREE + ORDERED, "paths": ORDER_FREE + ORDERED + PATHS}
+
+
+def z_scores(pair, names, length, trials=300, samples=100, seed=3):
+    """Per configuration: z of every coordinate of the mean, of the KL estimate, and the ratio of variances."""
+    configurations = [parse(name) for name in names]
+    drawn = simulate(pair, configurations, [length], trials=trials, samples=samples, seed=seed)
+    kind = "full" if full_fits(pair) else "diagonal"
+    for c, m in enumerate(moments(pair, configurations, [length], covariance=kind, samples=samples)):
+        each = np.diagonal(m.covariance[0]) if kind == "full" else m.covariance[0]
+        noisy = each > 1e-16
+        error = np.sqrt(each[noisy] / samples / trials)
+        gradient, value = drawn.gradients[0][:, c], drawn.estimates[0][:, c]
+        off = gradient.mean(axis=0) - m.mean[0]
+        assert np.abs(off[~noisy]).max(initial=0.0) < 1e-12
+        z_value = (value.mean() - m.estimate[0]) / max(np.sqrt(m.estimate_variance[0] / samples / trials), 1e-12)
+        ratio = samples * gradient.var(axis=0, ddof=1).sum() / each.sum() if noisy.any() else 1.0
+        yield str(m.configuration), np.append(off[noisy] / error, z_value), ratio
+
+
+@pytest.mark.parametrize("name", ["near", "far", "counts", "handbook", "stale"])
+@pytest.mark.parametrize("sampler", list(REQUESTS))
+def test_samples_agree_with_the_exact_moments(name, sampler):
+    """|z| < 4.5 for each of at most 150 numbers: false alarm 1e-3 a case. Variances within 40 %: beyond 5 sigma."""
+    pair = preset(name, 6)
+    names = REQUESTS[sampler] + (STALE if name == "stale" and sampler == "paths" else [])
+    for configuration, z, ratio in z_scores(pair, names, 1 if name == "handbook" else 6):
+        assert np.abs(z).max() < 4.5, configuration
+        assert 0.6 < ratio < 1.6, configuration
+
+
+@pytest.mark.parametrize("names", [STALE[:-1], STALE])
+def test_off_policy_samples_agree_with_the_exact_moments(names):
+    """Count and order samplers off-policy; |z| < 4.5, false alarm below 1e-3."""
+    for configuration, z, _ in z_scores(preset("stale"), names, 8):
+        assert np.abs(z).max() < 4.5, configuration
+
+
+def test_a_large_vocabulary_with_an_end_token_agrees():
+    """240 coordinates x 4 configurations at |z| < 5: false alarm 6e-4."""
+    names = ["k1-in-reward", "k3-in-loss+length-mean", "full-in-both+rtg", "k3-in-both+loo"]
+    for configuration, z, ratio in z_scores(preset("words"), names, 5):
+        assert np.abs(z).max() < 5, configuration
+        assert 0.7 < ratio < 1.4, configuration
+
+
+def test_a_wrong_expectation_is_caught():
+    """Negative control: k3-in-loss samples are not the true gradient, and the z-test says so."""
+    pair = preset("far")
+    drawn = simulate(pair, [parse("k3-in-loss")], [8], trials=100, samples=100).gradients[0][:, 0]
+    m = moments(pair, [parse("k1-in-reward")], [8])[0]
+    exact = moments(pair, [parse("k3-in-loss")], [8], covariance="diagonal")[0].covariance[0]
+    assert np.abs((drawn.mean(axis=0) - m.mean[0]) / np.sqrt(exact / 1e4)).max() > 10
+
+
+@pytest.mark.parametrize("name", ["near", "words"])
+def test_numbers_do_not_depend_on_workers(name):
+    pair, configurations = preset(name), [parse("k1-in-reward"), parse("k3-in-loss")]
+    one = simulate(pair, configurations, [3, 7], trials=130, samples=900, workers=1)
+    two = simulate(pair, configurations, [3, 7], trials=130, samples=900, workers=3)
+    for a, b in zip(one.gradients + one.estimates, two.gradients + two.estimates, strict=True):
+        assert np.array_equal(a, b)
+
+
+def test_seeds_differ_and_repeat():
+    def run(seed):
+        return simulate(preset("near"), [parse("k1-in-reward")], [5], trials=5, samples=10, seed=seed).gradients[0]
+
+    assert np.array_equal(run(1), run(1))
+    assert not np.array_equal(run(1), run(2))
+
+
+def test_order_free_and_path_samplers_draw_the_same_law():
+    """The count sampler merges paths; merged or not, the mean over many sequences agrees (|z| < 4.5)."""
+    pair, name = preset("far"), "k1-in-reward"
+    counts = simulate(pair, [parse(name)], [60], trials=100, samples=500)
+    paths = simulate(pair, [parse(name), parse("k1-in-reward+rtg+prefix-ratio")], [60], trials=100, samples=500)
+    assert (counts.sampler, paths.sampler) == ("counts", "paths")
+    exact = moments(pair, [parse(name)], [60], covariance="diagonal")[0].covariance[0]
+    z = (counts.gradients[0][:, 0].mean(0) - paths.gradients[0][:, 0].mean(0)) / np.sqrt(2 * exact / 5e4)
+    assert np.abs(z).max() < 4.5
+
+
+def test_blocks_partition_the_trials():
+    for trials, samples in ((200, 1000), (7, 3), (3, 10**6)):
+        seen = sorted(
+            (b.length, t) for b in blocks([2, 5], trials, samples) for t in range(b.first, b.first + b.trials)
+        )
+        assert seen == [(n, t) for n in (2, 5) for t in range(trials)]
+
+
+def test_an_interrupted_run_goes_on_from_its_finished_blocks(tmp_path, monkeypatch):
+    pair, configurations = preset("near"), [parse("k1-in-reward")]
+    request = {"trials": 40, "samples": 5000, "store": tmp_path}
+
+    def stop(done, total):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate(pair, configurations, [4], progress=stop, **request)
+    kept = list(tmp_path.rglob("*.npz"))
+    assert len(kept) == 2
+    assert not list(tmp_path.rglob("*.part"))
+    drawn = []
+    real = montecarlo.Sampler.sums
+    monkeypatch.setattr(montecarlo.Sampler, "sums", lambda self, *a: drawn.append(a) or real(self, *a))
+    resumed = simulate(pair, configurations, [4], **request)
+    assert len(drawn) == len(blocks([4], 40, 5000)) - 2
+    fresh = simulate(pair, configurations, [4], trials=40, samples=5000)
+    assert np.array_equal(resumed.gradients[0], fresh.gradients[0])
+
+
+def test_a_damaged_block_is_drawn_again(tmp_path):
+    pair, configurations = preset("near"), [parse("k1-in-reward")]
+    whole = simulate(pair, configurations, [4], trials=20, samples=5000, store=tmp_path)
+    for file in tmp_path.rglob("*.npz"):
+        file.write_bytes(file.read_bytes()[:50])
+    again = simulate(pair, configurations, [4], trials=20, samples=5000, store=tmp_path)
+    assert np.array_equal(whole.gradients[0], again.gradients[0])
+
+
+def test_another_request_does_not_take_up_the_blocks(tmp_path):
+    pair = preset("near")
+    simulate(pair, [parse("k1-in-reward")], [4], trials=4, samples=10, store=tmp_path)
+    other = simulate(pair, [parse("k1-in-reward")], [4], trials=4, samples=10, seed=1, store=tmp_path)
+    fresh = simulate(pair, [parse("k1-in-reward")], [4], trials=4, samples=10, seed=1)
+    assert np.array_equal(other.gradients[0], fresh.gradients[0])
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(("bad", "words"), [({"trials": 1}, "trials = 1"), ({"samples": 1}, "samples = 1")])
+def test_too_few_of_anything_is_refused(bad, words):
+    with pytest.raises(ValueError, match=words):
+        simulate(preset("near"), [parse("k1-in-reward")], [4], **bad)
+
+
+def test_groups_must_divide_the_samples():
+    with pytest.raises(ValueError, match="groups of 7"):
+        simulate(preset("near"), [parse("k1-in-reward+loo=7")], [4], trials=2, samples=10)
+
+
+def test_every_preset_can_be_sampled():
+    for name in PRESETS:
+        length = PRESETS[name].lengths[0]
+        drawn = simulate(preset(name, length), [parse("k1-in-reward")], [length], trials=2, samples=4)
+        assert np.isfinite(drawn.gradients[0]).all()
