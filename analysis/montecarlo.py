@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 FORMAT = 1  # of stored blocks: raise it when the same seed gives other numbers
-_BLOCK_SEQUENCES = 50_000
+_BLOCK_SEQUENCES = 25_000  # of a block: what stays in a core's cache
 
 Progress = Callable[[int, int], None]
 

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 MAX_EDGES = 16  # for count and order statistics
-_GUIDE_ENTRIES = 1 << 21
+_GUIDE_ENTRIES = 1 << 20
 _COUNT_OUTCOMES = 2048
-_PATH_OUTCOMES = 256
+_PATH_OUTCOMES = 1024
 _BATCH_TOKENS = 1 << 21
 
 
@@ -308,14 +308,15 @@ class Sampler:
 
     def paths(self, length: int, n: int, rng: np.random.Generator) -> Int[np.ndarray, "n T"]:
         """``[n, T]`` edges of n sequences; E where a sequence has ended. For the ``paths`` sampler."""
-        path = np.empty((n, length), np.int32)
-        t = 0
-        for block, outcome in self.outcomes(length, n, rng):
+        drawn = list(self.outcomes(length, n, rng))
+        parts, i = [], 0
+        while i < len(drawn):  # blocks of one size together: one gather, written in order
+            block = drawn[i][0]
+            same = [outcome for other, outcome in drawn[i:] if other is block]
             assert block.edges is not None
-            k = block.edges.shape[1]
-            path[:, t : t + k] = block.edges.take(outcome, axis=0)
-            t += k
-        return path
+            parts.append(block.edges.take(np.stack(same, axis=1), axis=0).reshape(n, -1))
+            i += len(same)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
     # -- counts: per unit, sums of edge counts n and of their products n n^T, under each weight a configuration needs
 
@@ -329,8 +330,8 @@ class Sampler:
         return self._from_counts(n.reshape(units, size, -1), None)
 
     def _from_counts(self, n: np.ndarray, order: np.ndarray | None) -> list[Sums]:
-        swapped = n.transpose(0, 2, 1)
-        plain = (n.sum(axis=1), swapped @ n)
+        swapped, ones = n.transpose(0, 2, 1), np.ones(n.shape[1])
+        plain = (ones @ n, swapped @ n)  # as a product: numpy's sum over a middle axis is ten times slower
         weighted: dict[tuple[bool, bool], tuple[np.ndarray, np.ndarray]] = {}
 
         def under(configuration: Configuration) -> tuple[np.ndarray, np.ndarray]:
@@ -342,7 +343,7 @@ class Sampler:
                 if key[1]:
                     weight = weight / n.sum(axis=2)
                 scaled = n * weight[..., None]
-                weighted[key] = (scaled.sum(axis=1), swapped @ scaled)
+                weighted[key] = (ones @ scaled, swapped @ scaled)
             return weighted[key]
 
         out = []
@@ -378,7 +379,7 @@ class Sampler:
             assert block.order is not None
             outcomes = len(block.successor)
             seen = np.bincount(unit * outcomes + outcome, minlength=units * outcomes).reshape(units, outcomes)
-            order += seen @ block.order
+            order += seen.astype(float) @ block.order
             drawn = block.counts.take(outcome, axis=0)
             before = n.reshape(units, size, E).transpose(0, 2, 1)
             order += (before @ drawn.reshape(units, size, E)).reshape(units, E * E)
