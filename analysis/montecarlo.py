@@ -34,7 +34,7 @@ _BLOCK_SEQUENCES = 25_000  # of a block: what stays in a core's cache
 Progress = Callable[[int, int], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Simulation:
     """Per-trial estimates of every configuration at every length.
 

@@ -21,7 +21,7 @@ END = "end"
 MAX_CONTEXTS = 1 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Automaton:
     """A finite set of contexts with a deterministic successor for every token.
 

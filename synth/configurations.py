@@ -12,12 +12,13 @@ section 2.2: in the reward the estimate is detached and multiplies scores, in th
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from klgrad.synth.estimators import ESTIMATORS, Estimator, array_namespace, estimator, unknown
+from klgrad.synth.estimators import ESTIMATORS, Estimator, array_namespace, estimator, number, unknown
 
 if TYPE_CHECKING:
     from klgrad.synth.policies import PolicyPair
@@ -93,14 +94,17 @@ class Configuration:
                 f"{which} belongs to the reward placement and {self.estimator}-in-loss has none: "
                 f"write {self.estimator}-in-reward or -in-both, or drop the option"
             )
-        if (
-            self.baseline == "loo"
-            and self.baseline_value not in (0,)
-            and not (self.baseline_value == int(self.baseline_value) and self.baseline_value >= 2)
-        ):
-            raise ValueError(f"loo={self.baseline_value:g} must be a group size of 2 or more")
-        if self.aggregation == "divide" and not 0 < self.divisor < float("inf"):
-            raise ValueError(f"divide={self.divisor:g} must be positive and finite")
+        size = self.baseline_value
+        if self.baseline == "loo" and size != 0 and not (size >= 2 and size == size // 1):
+            raise ValueError(f"loo={number(size)} must be a group size of 2 or more")
+        if not math.isfinite(self.baseline_value):
+            raise ValueError(f"baseline value {self.baseline_value} must be finite")
+        if self.aggregation == "divide" and not 0 < self.divisor < math.inf:
+            raise ValueError(f"divide={number(self.divisor)} must be positive and finite")
+        if self.aggregation != "divide" and self.divisor != 1:
+            raise ValueError(
+                f"a divisor of {number(self.divisor)} needs the aggregation 'divide', not {self.aggregation!r}"
+            )
         if self.rollout_value and self.estimator.full:
             raise ValueError("rollout-value freezes a sampled token's log-ratio; a full-vocabulary estimator has none")
 
@@ -121,13 +125,13 @@ class Configuration:
         if self.ratio != "none":
             options.append(f"{self.ratio}-ratio")
         if self.baseline == "constant":
-            options.append(f"b={self.baseline_value:g}")
+            options.append(f"b={number(self.baseline_value)}")
         elif self.baseline == "loo":
-            options.append("loo" if self.baseline_value == 0 else f"loo={self.baseline_value:g}")
+            options.append("loo" if self.baseline_value == 0 else f"loo={number(self.baseline_value)}")
         elif self.baseline != "none":
             options.append(self.baseline.replace("optimal", "optimal-baseline").replace("mean", "mean-baseline"))
         if self.aggregation == "divide":
-            options.append(f"divide={self.divisor:g}")
+            options.append(f"divide={number(self.divisor)}")
         elif self.aggregation == "length-mean":
             options.append("length-mean")
         if self.rollout_value:
@@ -170,12 +174,12 @@ def _option(text: str, whole: str) -> tuple[str, str, float | None]:
     if not equals:
         return kind, choice, None
     try:
-        number = float(value)
+        given = float(value)
     except ValueError:
-        number = float("nan")
-    if number != number or abs(number) == float("inf"):
+        given = math.nan
+    if not math.isfinite(given):
         raise ValueError(f"{name}={value} in {whole!r} is not a finite number")
-    return kind, choice, number
+    return kind, choice, given
 
 
 def parse(text: str) -> Configuration:
@@ -184,7 +188,7 @@ def parse(text: str) -> Configuration:
     Raises:
         ValueError: for a name outside the grammar, an option that is unknown, given twice, or impossible there.
     """
-    head, *tail = text.strip().split("+")
+    head, *tail = re.split(r"\+(?!\s*[\d.])", text.strip())  # a plus before a digit belongs to a number
     match = re.fullmatch(r"(.+)-in-([^()]+)", head.strip())
     if match is None:
         raise ValueError(
@@ -203,7 +207,7 @@ def parse(text: str) -> Configuration:
 
     placement = match[2]
     for option in tail:
-        kind, choice, number = _option(option, text)
+        kind, choice, given = _option(option, text)
         if kind == "live":
             if placement != "loss":
                 raise ValueError(f"{option!r} in {text!r} is a way to write a loss: use it with -in-loss")
@@ -213,10 +217,10 @@ def parse(text: str) -> Configuration:
             put(kind, True, option)
         else:
             put(kind, choice, option)
-        if number is not None:
-            if kind == "baseline" and choice == "loo" and number == 0:
+        if given is not None:
+            if kind == "baseline" and choice == "loo" and given == 0:
                 raise ValueError("loo=0 must be a group size of 2 or more")
-            fields["divisor" if kind == "aggregation" else "baseline_value"] = number
+            fields["divisor" if kind == "aggregation" else "baseline_value"] = given
     if any(option.strip() in _LIVE for option in tail):
         placement = "both"
     elif placement == "loss" and "credit" in fields:
@@ -267,6 +271,9 @@ def score_coefficients(
     if est.full:
         if full_log_probs is None or full_reference is None:
             raise ValueError(f"{configuration} needs the full next-token log-probs of policy and reference")
+        full_log_probs, full_reference = (
+            xp.where(mask[..., None], full, xp.zeros_like(full)) for full in (full_log_probs, full_reference)
+        )
         values = xp.where(mask, est.value(full_log_probs, full_reference), zero)
     elif configuration.rollout_value:
         values = xp.where(mask, est.value(delta - log_rho), zero)

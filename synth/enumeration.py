@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MAX_SEQUENCES = 1 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sequences:
     """All sequences up to a length: M of them, those that end early padded.
 
@@ -121,7 +121,7 @@ def token_values(configuration: Configuration, pair: PolicyPair, contexts: list[
     return out
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Enumerated:
     """Per-sequence tables of one configuration: ``probability [M]``, ``gradient [M, d]``, ``value [M]`` (sum of c)."""
 
@@ -182,7 +182,7 @@ def enumerate_leave_one_out(
 # ------------------------------------------------------------------------------------------- torch callables
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """What a loss function is given, as torch tensors: B sequences of length T over V tokens.
 

@@ -165,9 +165,9 @@ def _jeffreys_slope(delta: Array) -> Array:
 
 
 def _log_mean_ratio(delta: Array) -> Array:
-    """log((1 + r) / 2) = max(-delta, 0) + log1p(exp(-|delta|)) - log 2, without overflow."""
+    """log((1 + r) / 2), without overflow."""
     xp = array_namespace(delta)
-    return xp.clip(-delta, 0.0, None) + xp.log1p(xp.exp(-xp.abs(delta))) - math.log(2)
+    return xp.logaddexp(xp.zeros_like(delta), -delta) - math.log(2)
 
 
 def _jensen_shannon(delta: Array) -> Array:
@@ -261,6 +261,11 @@ ESTIMATORS: dict[str, Entry] = {
 }
 
 
+def number(value: float) -> str:
+    """The shortest text that reads back as the same number; never with a plus sign, which separates options."""
+    return repr(float(value)).removesuffix(".0").replace("e+", "e")
+
+
 def unknown(kind: str, name: str, choices: list[str]) -> ValueError:
     """The one form of 'no such name': says what there is, and the nearest."""
     import difflib
@@ -302,7 +307,7 @@ def estimator(name: str) -> Estimator:
         raise unknown("estimator", match[1] if match else name, list(ESTIMATORS))
     entry = ESTIMATORS[match[1]]
     arguments = _arguments(match[1], entry, match[2])
-    shown = f"{match[1]}({','.join(f'{value:g}' for value in arguments)})" if arguments else match[1]
+    shown = f"{match[1]}({','.join(map(number, arguments))})" if arguments else match[1]
     bound = {parameter: value for (parameter, _), value in zip(entry.parameters, arguments, strict=True)}
     return Estimator(
         shown,

@@ -63,8 +63,12 @@ def visitation(
     return out
 
 
-def _sum_over_contexts(pair: PolicyPair, lengths: Sequence[int], log_probs: np.ndarray, term: np.ndarray) -> np.ndarray:
-    return visitation(pair, lengths, log_probs) @ np.where(pair.automaton.alive, term, 0.0)
+def _expected_sum(pair: PolicyPair, lengths: Sequence[int], log_probs: np.ndarray, term: np.ndarray) -> np.ndarray:
+    """``[L]`` expected sum of ``term [S]`` over the contexts that ``log_probs`` visits; inf only where it goes."""
+    seen = visitation(pair, lengths, log_probs)
+    infinite = np.isinf(term) & pair.automaton.alive
+    total = seen @ np.where(infinite | ~pair.automaton.alive, 0.0, term)
+    return np.where((seen[:, infinite] > 0).any(axis=1), np.inf, total)
 
 
 def _kl_rows(p: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -75,26 +79,23 @@ def _kl_rows(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 def kl(pair: PolicyPair, lengths: Sequence[int]) -> Float[np.ndarray, " L"]:
     """``[L]`` sequence-level reverse KL(pi || pi_ref), the target (paper, section 1) [B1]."""
-    return _sum_over_contexts(pair, lengths, pair.policy.log_probs, _kl_rows(pair.policy.log_probs, pair.reference))
+    return _expected_sum(pair, lengths, pair.policy.log_probs, _kl_rows(pair.policy.log_probs, pair.reference))
 
 
 def forward_kl(pair: PolicyPair, lengths: Sequence[int]) -> Float[np.ndarray, " L"]:
     """``[L]`` sequence-level KL(pi_ref || pi); +inf where the policy lacks a token that the reference emits."""
-    seen = visitation(pair, lengths, pair.reference)
-    rows = np.where(pair.automaton.alive, _kl_rows(pair.reference, pair.policy.log_probs), 0.0)
-    infinite = np.isinf(rows)
-    return np.where((seen[:, infinite] > 0).any(axis=1), np.inf, seen @ np.where(infinite, 0.0, rows))
+    return _expected_sum(pair, lengths, pair.reference, _kl_rows(pair.reference, pair.policy.log_probs))
 
 
 def entropy(pair: PolicyPair, lengths: Sequence[int]) -> Float[np.ndarray, " L"]:
     """``[L]`` sequence-level entropy of the policy."""
     p = pair.policy.log_probs
-    return _sum_over_contexts(pair, lengths, p, -(np.exp(p) * np.where(p > -np.inf, p, 0.0)).sum(axis=1))
+    return _expected_sum(pair, lengths, p, -(np.exp(p) * np.where(p > -np.inf, p, 0.0)).sum(axis=1))
 
 
 def mean_length(pair: PolicyPair, lengths: Sequence[int]) -> Float[np.ndarray, " L"]:
     """``[L]`` expected number of tokens E|y| under the policy."""
-    return _sum_over_contexts(pair, lengths, pair.policy.log_probs, np.ones(pair.automaton.contexts))
+    return _expected_sum(pair, lengths, pair.policy.log_probs, np.ones(pair.automaton.contexts))
 
 
 def values(pair: PolicyPair, length: int) -> tuple[Float[np.ndarray, "T1 S"], Float[np.ndarray, "T S V"]]:
@@ -165,7 +166,7 @@ def _local(pair: PolicyPair, lengths: Sequence[int], weight: np.ndarray) -> np.n
     return visitation(pair, lengths, pair.sampler) @ np.einsum("sv,svd->sd", weight, pair.policy.scores)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Optimum:
     """The KL-regularised optimum of E[R] - beta KL at one length.
 

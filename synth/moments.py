@@ -25,7 +25,7 @@ import numpy as np
 
 from klgrad.synth.configurations import Configuration
 from klgrad.synth.exact import check_lengths
-from klgrad.synth.policies import PolicyPair
+from klgrad.synth.policies import PolicyPair, reachable
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -39,7 +39,7 @@ Row = tuple[str, ...]
 ONE: Row = ("one",)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Moments:
     """Exact moments of one configuration.
 
@@ -67,30 +67,35 @@ class Moments:
 def edge_values(pair: PolicyPair, configuration: Configuration) -> Float[np.ndarray, "S V"]:
     """``[S, V]`` the estimator's value c at each token; 0 where the sampler never goes."""
     est = configuration.estimator
-    possible = _possible(pair)
+    can = possible(pair)
     with np.errstate(over="ignore", invalid="ignore"):
         if est.full:
-            value = np.broadcast_to(est.value(pair.policy.log_probs, pair.reference)[:, None], possible.shape)
+            value = np.broadcast_to(est.value(pair.policy.log_probs, pair.reference)[:, None], can.shape)
         else:
             delta = pair.log_ratio
             if configuration.rollout_value:
-                delta = np.where(possible, pair.sampler, 0.0) - np.where(possible, pair.reference, 0.0)
+                delta = np.where(can, pair.sampler, 0.0) - np.where(can, pair.reference, 0.0)
             value = est.value(delta)
-    return np.where(possible, value, 0.0)
+    return np.where(can, value, 0.0)
 
 
 def edge_pathwise(pair: PolicyPair, configuration: Configuration) -> Float[np.ndarray, "S V d"]:
-    """``[S, V, d]`` w at each token: slope times score; full estimators sum over the vocabulary."""
-    est, scores = configuration.estimator, pair.policy.scores
+    """``[S, V, d]`` w at each token: slope times score, summed over the vocabulary for full estimators.
+
+    0 where the sampler never goes.
+    """
+    est, scores, can = configuration.estimator, pair.policy.scores, possible(pair)
     with np.errstate(over="ignore", invalid="ignore"):
-        if est.full:
-            by_context = np.einsum("sv,svd->sd", est.slope(pair.policy.log_probs, pair.reference), scores)
-            return np.broadcast_to(by_context[:, None, :], scores.shape)
-        return np.where(_possible(pair), est.slope(pair.log_ratio), 0.0)[..., None] * scores
+        if not est.full:
+            return np.where(can, est.slope(pair.log_ratio), 0.0)[..., None] * scores
+        emits = np.asarray(can.any(axis=1))[:, None]
+        slope = np.where(emits, est.slope(pair.policy.log_probs, pair.reference), 0.0)
+    return np.broadcast_to(np.einsum("sv,svd->sd", slope, scores)[:, None, :], scores.shape)
 
 
-def _possible(pair: PolicyPair) -> np.ndarray:
-    return (pair.sampler > -np.inf) & pair.automaton.alive[:, None]
+def possible(pair: PolicyPair) -> np.ndarray:
+    """``[S, V]`` True where the sampler can emit the token in a context that it can reach."""
+    return (pair.sampler > -np.inf) & (pair.automaton.alive & reachable(pair.automaton, pair.sampler))[:, None]
 
 
 # ---------------------------------------------------------------------------------------------------- the rows
@@ -218,7 +223,7 @@ class _System:
         self.index: dict[Pair, int] = {}
         self.terms: dict[tuple[int, int], np.ndarray] = {}
         self.automaton = rows.pair.automaton
-        self.mu = np.exp(rows.pair.sampler) * self.automaton.alive[:, None]
+        self.mu = np.exp(rows.pair.sampler) * possible(rows.pair)
         todo = [self.canonical(p) for p in wanted]
         for product in todo:
             self.index.setdefault(product, len(self.index))
@@ -389,7 +394,7 @@ def _propagate(
 # ------------------------------------------------------------------------------------------------------ moments
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Plan:
     """One configuration's functionals: rows of X (g at b = 0), of Y, of C and of the estimate, and powers of 1/|y|."""
 
@@ -485,6 +490,9 @@ def moments(
     d = pair.policy.parameters
     if covariance == "full" and not full_fits(pair):
         raise ValueError(f"a full covariance over d = {d} parameters does not fit: ask for the diagonal or the trace")
+    for configuration in configurations:
+        if configuration.baseline == "loo":
+            configuration.group(samples)
     rows = _Rows(pair)
     plans = [_plan(rows, configuration) for configuration in configurations]
     full, second = covariance == "full", covariance != "none"

@@ -25,7 +25,7 @@ class SupportError(ValueError):
     """The policy puts mass where the reference has none, so the KL is infinite; says where."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Policy:
     """Next-token log-probs in every context, with their scores.
 
@@ -45,7 +45,7 @@ class Policy:
         return self.scores.shape[2]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PolicyPair:
     """A policy and its reference on one automaton, with the behaviour policy when samples are off-policy.
 
@@ -189,7 +189,9 @@ def _check_scores_fit(contexts: int, vocabulary: int, parameters: int) -> None:
 def tabular(automaton: Automaton, logits: Float[np.ndarray, "S V"]) -> Policy:
     """One free logit for every token in every context that emits: d = V * (S, or S - 1 with an end)."""
     log_probs = log_softmax(logits, name="policy_logits")
-    contexts, vocabulary = log_probs.shape
+    contexts, vocabulary = automaton.next_context.shape
+    if log_probs.shape != (contexts, vocabulary):
+        raise ValueError(f"policy_logits have shape {log_probs.shape}; the automaton needs {(contexts, vocabulary)}")
     alive = np.flatnonzero(automaton.alive)
     _check_scores_fit(contexts, vocabulary, len(alive) * vocabulary)
     scores = np.zeros((contexts, vocabulary, len(alive), vocabulary))
@@ -279,11 +281,9 @@ def load_npz(path: str | Path) -> PolicyPair:
     if missing or unknown:
         what = f"lacks {', '.join(missing)}" if missing else f"has unknown keys {', '.join(unknown)}"
         raise ValueError(f"{path} {what}: a pair has {', '.join(_REQUIRED)} and may have {', '.join(_OPTIONAL)}")
-    try:
-        scalars = {key: int(arrays[key]) for key in ("start", "end")}
-    except TypeError:
-        raise ValueError(f"{path}: start and end must be single integers") from None
-    automaton = Automaton(arrays["next_context"], scalars["start"], scalars["end"])
+    if any(arrays[key].shape != () or arrays[key].dtype.kind not in "iu" for key in ("start", "end")):
+        raise ValueError(f"{path}: start and end must be single integers")
+    automaton = Automaton(arrays["next_context"], int(arrays["start"]), int(arrays["end"]))
     if parametric:
         policy = linear(automaton, arrays["features"], arrays["theta"])
         if "policy_logits" in arrays:

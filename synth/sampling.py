@@ -25,8 +25,8 @@ import numpy as np
 
 from klgrad.synth.automata import Automaton
 from klgrad.synth.configurations import Configuration, credit_sums, importance_ratios, loss_weights
-from klgrad.synth.moments import edge_pathwise, edge_values
-from klgrad.synth.policies import PolicyPair, reachable
+from klgrad.synth.moments import edge_pathwise, edge_values, possible
+from klgrad.synth.policies import PolicyPair
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -38,7 +38,7 @@ _PATH_OUTCOMES = 1024
 _BATCH_TOKENS = 1 << 21
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sums:
     """Sums over each unit's sequences, for one configuration at one length.
 
@@ -62,7 +62,7 @@ class Sums:
 # ------------------------------------------------------------------------------------------------------- draws
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Block:
     """The exact distribution of a block of tokens from every context, ready to draw from.
 
@@ -120,7 +120,7 @@ def _block(
     return Block(successor, cumulative, guide, bits, **parts)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Edges:
     """The (context, token) pairs in use under the sampler, numbered; ``number [S, V]`` is E where unused."""
 
@@ -134,7 +134,7 @@ class Edges:
 
 def edges_in_use(pair: PolicyPair) -> Edges:
     """The edges that the sampler can emit from a context it can reach."""
-    used = (pair.sampler > -np.inf) & (reachable(pair.automaton, pair.sampler) & pair.automaton.alive)[:, None]
+    used = possible(pair)
     context, token = np.nonzero(used)
     number = np.full(used.shape, len(context))
     number[context, token] = np.arange(len(context))
@@ -237,7 +237,7 @@ def sampler_name(pair: PolicyPair, configurations: Sequence[Configuration]) -> s
     return "ordered" if all(order_free(c) or _order_linear(c) for c in configurations) else "paths"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Tables:
     """A configuration's terms on the edges: value, score times own ratio, pathwise times its ratio."""
 

@@ -1,0 +1,53 @@
+# Needs make and Python 3.11 or newer; everything else goes into .venv, in the versions of constraints.txt.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+BASE := $(VENV)/.base
+DEV := $(VENV)/.dev
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+
+# An environment that was moved, or has lost its Python, is made anew.
+$(shell [ -x $(BIN)/python ] && grep -qxF -- "$(CURDIR)" $(BASE) 2>/dev/null || rm -f $(BASE) $(DEV))
+
+.PHONY: help figure1 test check slow bench clean
+
+help: ## show this list
+	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/make \1 - \2/p' $(firstword $(MAKEFILE_LIST))
+
+figure1: $(BASE) ## regenerate Figure 1 into out/: png, pdf, csv, json
+	$(BIN)/klgrad figure1 --seed 0 --out out
+
+test: check ## lint, types, and every test that is not slow
+	$(BIN)/python -m pytest -n 2
+
+check: $(DEV) ## lint, format and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+slow: $(DEV) ## the slow tests
+	$(BIN)/python -m pytest -n 2 -m slow
+
+bench: $(BASE) ## time and memory, against plain PyTorch
+	$(BIN)/python benchmarks/run.py
+
+clean: ## remove .venv, caches and build leftovers; out/ stays
+	rm -rf $(VENV) build dist klgrad.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(BASE): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "klgrad needs Python 3.11 or newer and '$(PYTHON)' is not: name one, as in make PYTHON=python3.12" >&2; exit 1; }
+	@[ -f $@ ] || $(PYTHON) -m venv --clear $(VENV) >/dev/null || \
+	  { echo "'$(PYTHON) -m venv' failed: install Python's venv module (python3-venv on Debian and Ubuntu)" >&2; exit 1; }
+	@echo "installing klgrad and what it needs into $(VENV) (once)"
+	@$(PIP) -e .
+	@echo "$(CURDIR)" > $@
+
+$(DEV): $(BASE)
+	@echo "installing the development tools into $(VENV) (once)"
+	@$(PIP) -e ".[dev]"
+	@rm -rf $(VENV)/typing && mkdir -p $(VENV)/typing/klgrad
+	@ln -s $(addprefix ../../../,cli.py $(patsubst %/__init__.py,%,$(wildcard */__init__.py))) $(VENV)/typing/klgrad
+	@touch $@

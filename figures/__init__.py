@@ -1,0 +1,8 @@
+"""Pictures and printed tables of results: DataFrame in, matplotlib Figure or text out. Nothing is computed here."""
+
+from klgrad.figures.figure1 import figure1, figure1_caption
+from klgrad.figures.growth import growth
+from klgrad.figures.style import save as save_figure
+from klgrad.figures.table1 import table1
+
+__all__ = ["figure1", "figure1_caption", "growth", "save_figure", "table1"]

@@ -1,0 +1,26 @@
+"""Shared test settings: hypothesis profiles and the torch fixture.
+
+Profiles are derandomised, so a run repeats: ``dev`` (the default) is quick, ``ci`` searches further.
+Choose with ``HYPOTHESIS_PROFILE=ci``.
+"""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+_COMMON = {
+    "derandomize": True,
+    "database": None,
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+}
+settings.register_profile("dev", max_examples=25, **_COMMON)
+settings.register_profile("ci", max_examples=100, **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+@pytest.fixture
+def torch():
+    """torch, or a skip where it is not installed."""
+    return pytest.importorskip("torch")

@@ -1,0 +1,340 @@
+"""Exact moments against enumeration of the plain formula: every option, both engines, all lengths at once."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import Plain, assert_close, build_world, configurations, grid, worlds
+
+from klgrad.synth import moments as module
+from klgrad.synth.configurations import parse
+from klgrad.synth.enumeration import enumerate_configuration, enumerate_leave_one_out, log_probability, sequences
+from klgrad.synth.moments import moments
+from klgrad.synth.policies import PolicyPair, log_softmax, tabular
+
+# off-policy, random length, d = 3: nothing degenerate for an option to hide behind
+GRID_WORLD = build_world("markov2", 3, 3, eos=True, off=True, parameters=3, seed=1)
+GRID_NAMES = ("k1", "k3", "k3-straight-through", "full")
+TINY = build_world("markov", 3, 2, eos=True, off=True, parameters=2, seed=3)  # 7 sequences: 343 groups of three
+
+
+@pytest.fixture(params=["doubling", "stepping"])
+def engine(request, monkeypatch):
+    """Forces one of the two internal engines, and makes the other one fail."""
+    monkeypatch.setattr(module, "_DENSE_WORK", np.inf if request.param == "doubling" else 0)
+    other = "_by_steps" if request.param == "doubling" else "_by_doubling"
+    monkeypatch.setattr(module._System, other, None)
+    return request.param
+
+
+def agrees(found, mean, covariance, at=-1, tol=1e-10):
+    assert_close(found.mean[at], mean, tol)
+    assert_close(found.covariance[at], covariance, tol)
+
+
+# ------------------------------------------------------------------------------------------ against the plain twin
+
+
+@pytest.mark.parametrize("name", GRID_NAMES)
+def test_every_option_agrees_with_enumeration(name):
+    plain, family = Plain(GRID_WORLD), grid(name)
+    for first in range(0, len(family), 100):
+        part = family[first : first + 100]
+        for c, found in zip(part, moments(GRID_WORLD.pair, part, [3], covariance="full"), strict=True):
+            agrees(found, *plain.moments(c))
+
+
+@given(worlds(cap=120), st.lists(configurations(), min_size=1, max_size=3))
+def test_random_worlds_and_configurations_agree_with_enumeration(world, chosen):
+    plain = Plain(world)
+    for c, found in zip(chosen, moments(world.pair, chosen, [world.length], covariance="full"), strict=True):
+        agrees(found, *plain.moments(c))
+
+
+@given(worlds(off=False), configurations(names=("k1", "k2", "k3", "full")))
+def test_random_on_policy_worlds_agree_with_enumeration(world, chosen):
+    mean, covariance = Plain(world).moments(chosen)
+    agrees(moments(world.pair, [chosen], [world.length], covariance="full")[0], mean, covariance)
+
+
+@pytest.mark.parametrize("kind", ["markov", "positional", "history", "counts"])
+@pytest.mark.parametrize("eos", [False, True])
+def test_both_engines_agree_with_enumeration(engine, kind, eos):
+    world = build_world(kind, 2 + eos, 3, eos=eos, off=True, parameters=2, seed=5)
+    plain = Plain(world)
+    chosen = [
+        parse(text)
+        for text in (
+            "k3-in-both+prefix-ratio+optimal-baseline+length-mean",
+            "full-in-both+rtg+sequence-ratio+mean-baseline",
+            "k1-in-reward+token-ratio+optimal-baseline-per-coordinate",
+        )
+    ]
+    for c in chosen:
+        agrees(moments(world.pair, [c], [world.length], covariance="full")[0], *plain.moments(c))
+
+
+def test_both_engines_agree_far_past_enumeration(monkeypatch):
+    # 200 tokens: several chunks of doubling, with what has ended carried over between them
+    world = build_world("markov", 3, 200, eos=True, off=True, seed=8, scale=0.4)
+    chosen, lengths = [parse("k3-in-both+prefix-ratio+length-mean"), parse("k1-in-reward+loo")], [1, 63, 64, 65, 200]
+    one = moments(world.pair, chosen, lengths, covariance="diagonal")
+    monkeypatch.setattr(module, "_DENSE_WORK", 0)
+    for a, b in zip(one, moments(world.pair, chosen, lengths, covariance="diagonal"), strict=True):
+        assert_close(a.mean, b.mean)
+        assert_close(a.covariance, b.covariance)
+
+
+def test_the_default_chooses_doubling_for_small_models_and_stepping_for_large(monkeypatch):
+    chosen = [parse("k1-in-reward")]
+    monkeypatch.setattr(module._System, "_by_steps", None)
+    moments(build_world("markov", 2, 3).pair, chosen, [3])
+    with pytest.raises(TypeError):
+        moments(build_world("history", 2, 9, parameters=2).pair, chosen, [9])
+
+
+def test_a_swapped_ratio_or_credit_would_not_pass():
+    # the negative control of the comparisons above: neighbouring recipes are far apart on this world
+    texts = [
+        "k3-in-both",
+        "k3-in-both+rtg",
+        "k3-in-both+token-ratio",
+        "k3-in-both+prefix-ratio",
+        "k3-in-both+length-mean",
+    ]
+    found = moments(GRID_WORLD.pair, [parse(text) for text in texts], [3], covariance="full")
+    for i, a in enumerate(found):
+        for b in found[:i]:
+            assert np.abs(a.mean - b.mean).max() > 1e-3
+            assert np.abs(a.covariance - b.covariance).max() > 1e-3
+
+
+# ------------------------------------------------------------------------------------------------------- lengths
+
+
+@given(worlds(cap=100), st.lists(configurations(), min_size=1, max_size=2))
+def test_lengths_in_one_pass_equal_each_alone(world, chosen):
+    lengths = [world.length, 1, *range(1, world.length + 1)]  # unsorted, with repeats
+    together = moments(world.pair, chosen, lengths, covariance="diagonal")
+    for i, length in enumerate(lengths):
+        for a, b in zip(together, moments(world.pair, chosen, [length], covariance="diagonal"), strict=True):
+            assert_close(a.mean[i], b.mean[0])
+            assert_close(a.covariance[i], b.covariance[0])
+            assert_close(a.estimate[i], b.estimate[0])
+            assert_close(a.estimate_variance[i], b.estimate_variance[0])
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_each_length_of_one_pass_agrees_with_enumeration(engine, length):
+    c = parse("k3-in-both+prefix-ratio+mean-baseline+length-mean")
+    mean, covariance = Plain(GRID_WORLD, length).moments(c)
+    agrees(moments(GRID_WORLD.pair, [c], [1, 2, 3], covariance="full")[0], mean, covariance, at=length - 1)
+
+
+# ---------------------------------------------------------------------------------------------------- covariances
+
+
+@given(worlds(cap=60), configurations(baselines=("", "b=0.7", "optimal-baseline", "loo")))
+def test_trace_and_diagonal_are_those_of_the_full_covariance(world, c):
+    full, diagonal, trace, none = (
+        moments(world.pair, [c], [1, world.length], covariance=kind, samples=4)[0]
+        for kind in ("full", "diagonal", "trace", "none")
+    )
+    assert_close(diagonal.covariance, np.diagonal(full.covariance, axis1=1, axis2=2))
+    assert_close(trace.covariance, diagonal.covariance.sum(1))
+    assert_close(full.covariance, np.swapaxes(full.covariance, 1, 2))
+    assert none.covariance is None
+    assert np.isnan(none.estimate_variance).all()
+    for found in (diagonal, trace, none):
+        assert_close(found.mean, full.mean)
+
+
+@given(worlds(cap=60), configurations(baselines=("", "optimal-baseline-per-coordinate", "loo")))
+def test_covariances_are_positive_semidefinite(world, c):
+    found = moments(world.pair, [c], [world.length], covariance="full", samples=6)[0].covariance[0]
+    assert np.linalg.eigvalsh(found).min() >= -1e-10 * max(1.0, np.abs(found).max())
+
+
+def test_configurations_together_equal_each_alone():
+    chosen = list(grid("k3"))[::37]
+    for c, found in zip(chosen, moments(GRID_WORLD.pair, chosen, [3], covariance="full"), strict=True):
+        alone = moments(GRID_WORLD.pair, [c], [3], covariance="full")[0]
+        assert found.configuration == c
+        agrees(found, alone.mean[-1], alone.covariance[-1])
+
+
+# ------------------------------------------------------------------------------------------------------ baselines
+
+
+@pytest.mark.parametrize("ratio", ["", "+token-ratio", "+prefix-ratio", "+sequence-ratio"])
+@pytest.mark.parametrize("off", [False, True])
+def test_optimal_baselines_cannot_be_improved(ratio, off):
+    pair = GRID_WORLD.pair if off else GRID_WORLD.on_policy
+    p, x, y, _ = Plain(replace(GRID_WORLD, pair=pair)).parts(parse(f"k1-in-reward{ratio}"))
+
+    def variances(b):
+        g = x - b * y
+        return p @ (g - p @ g) ** 2
+
+    options = ("optimal-baseline", "optimal-baseline-per-coordinate")
+    chosen = [parse(f"k1-in-reward{ratio}+{option}") for option in options]
+    scalar, each = (m.covariance[0] for m in moments(pair, chosen, [3], covariance="diagonal"))
+    trials = np.array([variances(b) for b in np.linspace(-6, 6, 2401)])
+    assert trials.sum(1).min() == pytest.approx(scalar.sum(), rel=1e-4)
+    np.testing.assert_allclose(trials.min(0), each, rtol=1e-4)
+    assert scalar.sum() <= trials.sum(1).min()
+    assert each.sum() < scalar.sum()
+
+
+@pytest.mark.parametrize("baseline", ["mean-baseline", "optimal-baseline", "b=-2", "loo"])
+def test_on_policy_baselines_are_free(baseline):
+    pair = GRID_WORLD.on_policy
+    plain, with_b = moments(pair, [parse("k1-in-reward"), parse(f"k1-in-reward+{baseline}")], [1, 3])
+    assert_close(plain.mean, with_b.mean)
+    assert (np.abs(plain.covariance - with_b.covariance) > 1e-4).all()
+
+
+@pytest.mark.parametrize("name", ["k1", "full"])
+def test_leave_one_out_agrees_with_all_groups(name):
+    family = grid(name, baselines=("loo",))[12:]  # without the loss placement, which has no baseline
+    found = moments(TINY.pair, family, [2], covariance="full", samples=2)
+    for c, m in zip(family, found, strict=True):
+        mean, covariance = enumerate_leave_one_out(c, TINY.pair, 2, 2)
+        agrees(m, mean, 2 * covariance)
+
+
+@given(worlds(cap=9, longest=3), configurations(baselines=("loo",), names=("k1", "k3", "full")), st.integers(2, 3))
+def test_leave_one_out_agrees_with_all_groups_on_random_worlds(world, c, samples):
+    if c.baseline == "loo":
+        found = moments(world.pair, [c], [world.length], covariance="full", samples=samples)[0]
+        mean, covariance = enumerate_leave_one_out(c, world.pair, world.length, samples)
+        agrees(found, mean, samples * covariance)
+
+
+def test_leave_one_out_within_groups_depends_on_the_group_alone():
+    c, found = parse("k3-in-both+rtg+prefix-ratio+length-mean+loo=3"), []
+    for samples in (3, 6, 300):
+        found.append(moments(TINY.pair, [c], [2], covariance="full", samples=samples)[0])
+    mean, covariance = enumerate_leave_one_out(c, TINY.pair, 2, 3)
+    for m in found:
+        agrees(m, mean, 3 * covariance)
+    larger = moments(
+        TINY.pair, [parse("k3-in-both+rtg+prefix-ratio+length-mean+loo")], [2], covariance="full", samples=6
+    )
+    assert np.abs(larger[0].covariance - found[0].covariance).max() > 1e-3
+
+
+def test_many_samples_turn_leave_one_out_into_its_limit():
+    # Var(X - E[C] Y - E[Y] C): on-policy E[Y] = 0, so the mean baseline's
+    pair = GRID_WORLD.on_policy
+    loo = moments(pair, [parse("k1-in-reward+loo")], [3], samples=10**9)[0].covariance
+    assert_close(loo, moments(pair, [parse("k1-in-reward+mean-baseline")], [3])[0].covariance, 1e-7)
+
+
+# ------------------------------------------------------------------------------------------------- value estimates
+
+
+def estimate_by_enumeration(c, world):
+    """Probabilities and sum_t lambda_t c_t / D of every sequence, from the definition."""
+    pair, every = world.pair, sequences(world.pair.automaton, world.length)
+    at, est = (every.contexts, every.tokens), c.estimator
+    rho = np.where(every.mask, np.exp(pair.policy.log_probs - pair.sampler)[at], 1.0)
+    if est.full:
+        values = est.value(pair.policy.log_probs, pair.reference)[every.contexts]
+    else:
+        top = pair.sampler if c.rollout_value else pair.policy.log_probs
+        values = est.value(top - pair.reference)[at]
+    run = np.cumprod(rho, axis=1)
+    lam = {"none": np.ones_like(rho), "token": rho, "prefix": run, "sequence": run[:, -1:] + 0 * rho}[c.ratio]
+    if est.full and c.ratio == "token":
+        lam = np.ones_like(rho)
+    if est.full and c.ratio == "prefix":
+        lam = run / rho
+    divisor = {"sum": 1.0, "divide": c.divisor, "length-mean": every.mask.sum(1)}[c.aggregation]
+    return np.exp(log_probability(every, pair.sampler)), (lam * values * every.mask).sum(1) / divisor
+
+
+@pytest.mark.parametrize("name", ["k3", "full"])
+def test_value_estimates_agree_with_enumeration_for_every_option(name):
+    family = grid(name, baselines=("",))
+    for c, found in zip(family, moments(GRID_WORLD.pair, family, [3]), strict=True):
+        p, k = estimate_by_enumeration(c, GRID_WORLD)
+        assert_close(found.estimate[0], p @ k)
+        assert_close(found.estimate_variance[0], p @ (k - p @ k) ** 2)
+
+
+@given(worlds(cap=100), configurations(baselines=("",)))
+def test_value_estimates_agree_with_enumeration_on_random_worlds(world, c):
+    p, k = estimate_by_enumeration(c, world)
+    found = moments(world.pair, [c], [world.length])[0]
+    assert_close(found.estimate[0], p @ k)
+    assert_close(found.estimate_variance[0], p @ (k - p @ k) ** 2)
+
+
+# ------------------------------------------------------------------------------------------------- corners, refusals
+
+
+def test_a_token_that_is_never_sampled_adds_nothing():
+    world = build_world("markov", 3, 3, seed=2)
+    holes = np.where(np.arange(3) == world.pair.automaton.next_context.shape[1] - 1, -np.inf, 0.0)
+    logits = world.pair.policy.log_probs + holes
+    pair = PolicyPair(world.pair.automaton, tabular(world.pair.automaton, logits), world.pair.reference)
+    for text in ("k1-in-reward", "k3-in-loss", "full-in-both"):
+        found = moments(pair, [parse(text)], [3], covariance="full")[0]
+        table = enumerate_configuration(parse(text), pair, 3)
+        agrees(found, table.mean, table.covariance)
+
+
+def unreachable_mismatch():
+    """Two contexts, the second never entered, where the reference lacks what the policy has."""
+    automaton = build_world("markov", 2, 1).pair.automaton
+    automaton = replace(automaton, next_context=np.array([[0, 0], [0, 1]]), states=())
+    reference = log_softmax(np.array([[0.0, 1.0], [0.0, -np.inf]]))
+    return PolicyPair(automaton, tabular(automaton, np.array([[0.3, 0.0], [0.0, 0.0]])), reference)
+
+
+@pytest.mark.parametrize("text", ["k1-in-reward", "k3-in-both", "full-in-reward", "full-in-loss", "full-in-both+rtg"])
+def test_a_mismatch_that_is_never_reached_changes_nothing(engine, text):
+    pair = unreachable_mismatch()
+    table = enumerate_configuration(parse(text), pair, 3)
+    agrees(moments(pair, [parse(text)], [3], covariance="full")[0], table.mean, table.covariance)
+
+
+@pytest.mark.parametrize("text", ["k1-in-reward", "full-in-reward", "full-in-loss", "full-in-both"])
+def test_the_row_of_the_end_is_ignored(engine, text):
+    world = build_world("markov", 2, 3, eos=True, seed=2)
+    reference = np.array(world.pair.reference)
+    reference[world.pair.automaton.end] = [0.0, -np.inf]
+    odd = replace(world.pair, reference=reference)
+    a, b = (moments(pair, [parse(text)], [3], covariance="full")[0] for pair in (world.pair, odd))
+    agrees(a, b.mean[-1], b.covariance[-1])
+
+
+def test_a_divisor_acts_with_divide_only():
+    with pytest.raises(ValueError, match="a divisor of 2 needs the aggregation 'divide', not 'sum'"):
+        replace(parse("k1-in-reward+divide=2"), aggregation="sum")
+    plain, divided = moments(TINY.pair, [parse("k1-in-reward"), parse("k1-in-reward+divide=2")], [2])
+    assert_close(plain.mean / 2, divided.mean)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"covariance": "all"}, "covariance 'all' is none of none, trace, diagonal, full"),
+        ({"lengths": []}, "no lengths"),
+        ({"lengths": [0]}, "length 0 is too short"),
+        ({"samples": 1}, "1 samples cannot be split into groups of 1"),
+        ({"samples": 1, "covariance": "none"}, "1 samples cannot be split into groups of 1"),
+    ],
+)
+def test_bad_requests_are_refused(options, message):
+    request = {"lengths": [2], "covariance": "trace", "samples": 4} | options
+    with pytest.raises(ValueError, match=message):
+        moments(TINY.pair, [parse("k1-in-reward+loo")], request.pop("lengths"), **request)
+
+
+def test_groups_must_divide_the_samples():
+    with pytest.raises(ValueError, match=r"loo=3: 10 samples cannot be split into groups of 3; give a multiple"):
+        moments(TINY.pair, [parse("k1-in-reward+loo=3")], [2], samples=10)
