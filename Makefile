@@ -49,5 +49,5 @@ $(DEV): $(BASE)
 	@echo "installing the development tools into $(VENV) (once)"
 	@$(PIP) -e ".[dev]"
 	@rm -rf $(VENV)/typing && mkdir -p $(VENV)/typing/klgrad
-	@ln -s $(addprefix ../../../,cli.py $(patsubst %/__init__.py,%,$(wildcard */__init__.py))) $(VENV)/typing/klgrad
+	@ln -s $(addprefix ../../../,$(wildcard *.py) $(patsubst %/__init__.py,%,$(wildcard */__init__.py))) $(VENV)/typing/klgrad
 	@touch $@

@@ -10,7 +10,6 @@ short enough to feel their import.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from klgrad.files import write_whole
 from klgrad.synth.configurations import Configuration
 from klgrad.synth.exact import check_lengths
 from klgrad.synth.moments import moments
@@ -205,15 +205,9 @@ def _load(folder: Path, block: Block) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _save(folder: Path, block: Block, result: tuple[np.ndarray, np.ndarray]) -> None:
-    import tempfile
+    import io
 
     folder.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=folder, suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.savez(file, gradients=result[0], estimates=result[1])
-        os.replace(name, _path(folder, block))
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
+    buffer = io.BytesIO()
+    np.savez(buffer, gradients=result[0], estimates=result[1])
+    write_whole(_path(folder, block), buffer.getvalue())

@@ -7,7 +7,6 @@ measured, where sampled); ``variance`` is N times the trace of the covariance of
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shutil
 import tempfile
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from klgrad.analysis.montecarlo import Progress, Simulation, check_counts, fingerprint, simulate
+from klgrad.files import write_whole
 from klgrad.synth import exact
 from klgrad.synth.configurations import Configuration
 from klgrad.synth.moments import Moments, full_fits, moments
@@ -246,25 +246,11 @@ def writable_folder(path: Path) -> Path:
     return path
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file whole or not at all."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
-
-
 def save(frame: pd.DataFrame, provenance: dict[str, Any], stem: Path) -> None:
     """Write ``stem.csv`` and ``stem.json`` (manifest and rows), each atomically."""
-    write_atomically(stem.with_suffix(".csv"), frame.to_csv(index=False, lineterminator="\n"))
+    write_whole(stem.with_suffix(".csv"), frame.to_csv(index=False, lineterminator="\n").encode())
     content = {"manifest": provenance, "rows": records(frame)}
-    write_atomically(stem.with_suffix(".json"), json.dumps(content, indent=1, allow_nan=False) + "\n")
+    write_whole(stem.with_suffix(".json"), (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
 
 
 def load(path: Path) -> tuple[pd.DataFrame, dict[str, Any]]:

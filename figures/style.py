@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import io
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 from matplotlib.transforms import blended_transform_factory
+
+from klgrad.files import write_whole
 
 WIDTH = 7.0  # inches: two columns of a paper
 STYLE: dict[str, Any] = {
@@ -255,7 +256,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> tuple[Path, Path]:
         figure.set_layout_engine("none")  # laid out once: each format would lay the same panels out again, slowly
         images = (_render(figure, "png", {"Software": None}), _render(figure, "pdf", {"CreationDate": None}))
     for target, image in zip((png, pdf), images, strict=True):
-        _write(target, image)
+        write_whole(target, image)
     return png, pdf
 
 
@@ -263,16 +264,3 @@ def _render(figure: Figure, kind: str, metadata: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format=kind, metadata=metadata)
     return buffer.getvalue()
-
-
-def _write(target: Path, content: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise

@@ -15,14 +15,15 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {
-    "synth": {"synth"},
-    "analysis": {"analysis", "synth"},
-    "harness": {"harness", "synth"},
-    "figures": {"figures"},
-    "cli": {"cli", "figures", "harness", "analysis", "synth"},
+    "files": {"files"},
+    "synth": {"files", "synth"},
+    "analysis": {"files", "analysis", "synth"},
+    "harness": {"files", "harness", "synth"},
+    "figures": {"files", "figures"},
+    "cli": {"files", "cli", "figures", "harness", "analysis", "synth"},
 }
 HEAVY = {"torch", "transformers", "matplotlib", "pandas", "dask"}
-SOURCES = [ROOT / "cli.py", *(path for part in MAY_IMPORT for path in sorted((ROOT / part).rglob("*.py")))]
+SOURCES = [*sorted(ROOT.glob("*.py")), *(path for part in MAY_IMPORT for path in sorted((ROOT / part).rglob("*.py")))]
 
 
 def module_name(path):
