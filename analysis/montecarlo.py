@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1  # of stored blocks: raise it when the same seed gives other numbers
 _BLOCK_SEQUENCES = 25_000  # of a block: what stays in a core's cache
+_MOST_ENTRIES = 1 << 28
 
 Progress = Callable[[int, int], None]
 
@@ -115,10 +116,17 @@ def simulate(
         progress: called with (blocks done, blocks in all).
 
     Raises:
-        ValueError: for counts below 2, a length out of range, or groups that do not divide the samples.
+        ValueError: for counts below 2, a length out of range, or groups that do not divide the samples, or
+            more estimates than fit in memory.
     """
     check_counts(trials, samples)
     wanted = check_lengths(pair, lengths)
+    entries = trials * len(configurations) * pair.policy.parameters * len(wanted)
+    if entries > _MOST_ENTRIES:
+        raise ValueError(
+            f"trials x configurations x parameters x lengths = {entries:.3g} estimates do not fit "
+            f"(at most {_MOST_ENTRIES:.3g}): take fewer trials or lengths; more samples cost no memory"
+        )
     units = math.gcd(samples, *(c.group(samples) for c in configurations if c.baseline == "loo"))
     sampler = Sampler(pair, configurations, wanted.tolist())
     baseline = _baselines(pair, configurations, wanted)

@@ -16,10 +16,10 @@ Shapes: E edges (context, token) in use, U units, d parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING
+from functools import cached_property, reduce
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -35,7 +35,8 @@ MAX_EDGES = 16  # for count and order statistics
 _GUIDE_ENTRIES = 1 << 20
 _COUNT_OUTCOMES = 2048
 _PATH_OUTCOMES = 1024
-_BATCH_TOKENS = 1 << 21
+_BATCH_TOKENS = 1 << 19
+_BATCH_SEQUENCES = 1 << 18
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,13 +240,18 @@ def sampler_name(pair: PolicyPair, configurations: Sequence[Configuration]) -> s
 
 @dataclass(frozen=True, eq=False)
 class _Tables:
-    """A configuration's terms on the edges: value, score times own ratio, pathwise times its ratio."""
+    """A configuration's terms on the edges, ``[E]`` or ``[E, d]``.
+
+    ``score`` and ``pathwise`` carry a token ratio, ``plain_`` ones do not: paths weigh their own tokens.
+    """
 
     configuration: Configuration
     value: np.ndarray
     score: np.ndarray
     pathwise: np.ndarray
     loss_weight: np.ndarray
+    plain_score: np.ndarray
+    plain_pathwise: np.ndarray
 
 
 def _tables(pair: PolicyPair, edges: Edges, configuration: Configuration) -> _Tables:
@@ -253,12 +259,10 @@ def _tables(pair: PolicyPair, edges: Edges, configuration: Configuration) -> _Ta
     rho = pair.importance_ratio[at]
     own = rho if configuration.ratio == "token" else np.ones_like(rho)
     weight = np.ones_like(rho) if configuration.estimator.full else own
+    score = pair.policy.scores[at]
+    pathwise = edge_pathwise(pair, configuration)[at] if configuration.in_loss else np.zeros_like(score)
     value = edge_values(pair, configuration)[at]
-    score = own[:, None] * pair.policy.scores[at]
-    pathwise = (
-        weight[:, None] * edge_pathwise(pair, configuration)[at] if configuration.in_loss else np.zeros_like(score)
-    )
-    return _Tables(configuration, value, score, pathwise, weight)
+    return _Tables(configuration, value, own[:, None] * score, weight[:, None] * pathwise, weight, score, pathwise)
 
 
 class Sampler:
@@ -292,8 +296,11 @@ class Sampler:
 
     def sums(self, length: int, units: int, size: int, rng: np.random.Generator) -> list[Sums]:
         """Draw ``units`` x ``size`` sequences of the length and reduce them, one ``Sums`` per configuration."""
-        draw = {"counts": self._counts, "ordered": self._ordered, "paths": self._paths}[self.name]
-        return draw(length, units, size, rng)
+        if self.name == "paths":
+            return self._paths(length, units, size, rng)
+        draw = self._counts if self.name == "counts" else self._ordered
+        most = max(1, _BATCH_SEQUENCES // units)  # large units come in parts, so memory does not grow with N
+        return _total([draw(length, units, min(most, size - first), rng) for first in range(0, size, most)])
 
     def outcomes(self, length: int, n: int, rng: np.random.Generator) -> Iterator[tuple[Block, np.ndarray]]:
         """Yield ``(block, outcome [n])`` for each block of n sequences of the length."""
@@ -389,45 +396,71 @@ class Sampler:
     # -- paths: tokens of one batch, weighted by the formula, collected by unit and edge
 
     def _paths(self, length: int, units: int, size: int, rng: np.random.Generator) -> list[Sums]:
-        batch = max(1, _BATCH_TOKENS // length)
-        total: list[Sums] | None = None
-        for first in range(0, units * size, batch):
-            rows = np.arange(first, min(first + batch, units * size))
-            path = self.paths(length, len(rows), rng)
-            part = [self._reduce(table, path, rows // size, units) for table in self.tables]
-            total = part if total is None else [_plus(a, b) for a, b in zip(total, part, strict=True)]
-        assert total is not None
-        return total
+        rows = max(1, _BATCH_TOKENS // length)
+        parts = []
+        for first in range(0, units * size, rows):
+            unit = np.arange(first, min(first + rows, units * size)) // size
+            batch = _Batch(self.paths(length, len(unit), rng), unit, units, len(self.edges), self.log_rho)
+            parts.append([batch.sums(table) for table in self.tables])
+        return _total(parts)
 
-    def _reduce(self, table: _Tables, path: np.ndarray, unit: np.ndarray, units: int) -> Sums:
-        configuration, E = table.configuration, len(self.edges)
-        real = path < E
-        value = np.append(table.value, 0.0)[path]
-        own, before = importance_ratios(configuration.ratio, np.append(self.log_rho, 0.0)[path], np)
-        place = unit[:, None] * (E + 1) + path
-        at = (self.edges.context, self.edges.token)
-        score = self.pair.policy.scores[at]
-        divisor = real.sum(axis=1, keepdims=True) if configuration.aggregation == "length-mean" else 1.0
 
-        def collect(weight: np.ndarray, terms: np.ndarray) -> np.ndarray:
-            flat = np.broadcast_to(weight / divisor, path.shape).ravel()
-            by_edge = np.bincount(place.ravel(), flat, minlength=units * (E + 1)).reshape(units, E + 1)[:, :E]
-            return by_edge @ terms
+class _Batch:
+    """One batch of paths, reduced for one configuration after another; what they share is computed once."""
 
-        c = value.sum(axis=1, keepdims=True)
-        needs_y = configuration.baseline != "none"
-        y = collect(own, score) if needs_y else np.zeros((units, score.shape[1]))
-        cy = collect(c * own, score) if configuration.baseline == "loo" else np.zeros_like(y)
+    def __init__(self, path: np.ndarray, unit: np.ndarray, units: int, edges: int, log_rho: np.ndarray) -> None:
+        self.path, self.unit, self.units, self.edges = path.astype(np.intp), unit, units, edges
+        self.log_rho = np.append(log_rho, 0.0)
+        self.place = (unit[:, None] * (edges + 1) + self.path).ravel()
+        self.length = (path < edges).sum(axis=1, keepdims=True)
+        self.shared: dict[tuple[str, ...], Any] = {}
+
+    def once(self, key: tuple[str, ...], make: Callable[[], Any]) -> Any:
+        """The value under the key, made at its first use."""
+        if key not in self.shared:
+            self.shared[key] = make()
+        return self.shared[key]
+
+    def by_edge(self, weight: np.ndarray) -> np.ndarray:
+        """``[U, E]`` sum of each token's weight, by unit and edge."""
+        full = np.ascontiguousarray(np.broadcast_to(weight, self.path.shape)).ravel()
+        return np.bincount(self.place, full, self.units * (self.edges + 1)).reshape(self.units, -1)[:, : self.edges]
+
+    def sums(self, table: _Tables) -> Sums:
+        """The configuration's sums over this batch."""
+        configuration, ratio = table.configuration, table.configuration.ratio
+        key = (str(configuration.estimator), str(configuration.rollout_value))
+        value = self.once(("value", *key), lambda: np.append(table.value, 0.0).take(self.path))
+        c = self.once(("c", *key), lambda: value.sum(axis=1, keepdims=True))
+        own, before = self.once(("ratio", ratio), lambda: importance_ratios(ratio, self.log_rho.take(self.path), np))
+        per_token = configuration.aggregation == "length-mean"
+        divisor = self.length if per_token else 1.0
+        shared = (ratio, configuration.aggregation)
+        own_by_edge = self.once(("own", *shared), lambda: self.by_edge(own / divisor))
+        y = own_by_edge @ table.plain_score
+        cy = (
+            self.by_edge(c * own / divisor) @ table.plain_score if configuration.baseline == "loo" else np.zeros_like(y)
+        )
+        weight = loss_weights(configuration, own, before)
         x = np.zeros_like(y)
         if configuration.in_reward:
-            inside = before if configuration.estimator.full and configuration.ratio == "prefix" else own
-            x = x + collect(credit_sums(configuration, value, own, inside, np), score)
-        weight = loss_weights(configuration, own, before)
+            inside = before if configuration.estimator.full and ratio == "prefix" else own
+            credit = credit_sums(configuration, value, own, inside, np)
+            x = x + self.by_edge(credit / divisor) @ table.plain_score
         if configuration.in_loss:
-            x = x + collect(weight, edge_pathwise(self.pair, configuration)[at])
-        each = ((weight * value) / divisor).sum(axis=1)
-        sums = Sums(x, y, cy, np.bincount(unit, c[:, 0], units), np.bincount(unit, each, units))
-        return _scaled(sums, configuration)
+            kind = "own" if weight is own else "before"
+            x = x + self.once((kind, *shared), lambda: self.by_edge(weight / divisor)) @ table.plain_pathwise
+        estimate = (weight * value).sum(axis=1) / (self.length[:, 0] if per_token else 1.0)
+        total = Sums(x, y, cy, self._by_unit(c[:, 0]), self._by_unit(estimate))
+        return _scaled(total, configuration)
+
+    def _by_unit(self, each: np.ndarray) -> np.ndarray:
+        return np.bincount(self.unit, each, self.units)
+
+
+def _total(parts: list[list[Sums]]) -> list[Sums]:
+    """Sums over batches, configuration by configuration."""
+    return [reduce(_plus, each) for each in zip(*parts, strict=True)]
 
 
 def _scaled(sums: Sums, configuration: Configuration) -> Sums:

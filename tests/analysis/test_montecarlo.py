@@ -8,6 +8,7 @@ import pytest
 
 from klgrad.analysis import montecarlo
 from klgrad.analysis.montecarlo import blocks, simulate
+from klgrad.synth import sampling
 from klgrad.synth.configurations import parse
 from klgrad.synth.moments import full_fits, moments
 from klgrad.synth.presets import PRESETS, preset
@@ -170,3 +171,28 @@ def test_every_preset_can_be_sampled():
         length = PRESETS[name].lengths[0]
         drawn = simulate(preset(name, length), [parse("k1-in-reward")], [length], trials=2, samples=4)
         assert np.isfinite(drawn.gradients[0]).all()
+
+
+def test_more_estimates_than_fit_are_refused():
+    with pytest.raises(ValueError, match="take fewer trials or lengths"):
+        simulate(preset("near"), [parse("k1-in-reward")], [4], trials=10**9)
+
+
+@pytest.mark.parametrize("names", [["k1-in-reward+loo"], ["k1-in-reward+rtg+loo"]])
+def test_large_samples_come_in_parts(monkeypatch, names):
+    """Sums over parts of a trial: leave-one-out still spans the whole trial; |z| < 4.5, false alarm below 1e-4."""
+    monkeypatch.setattr(sampling, "_BATCH_SEQUENCES", 64)
+    for configuration, z, ratio in z_scores(preset("far"), names, 8):
+        assert np.abs(z).max() < 4.5, configuration
+        assert 0.6 < ratio < 1.6, configuration
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["near", "far", "counts", "stale", "words"])
+def test_the_whole_protocol_agrees_with_the_exact_moments(name):
+    """200 x 1000 at T = 20, every option; |z| < 5 for at most 20,000 correlated numbers: false alarm below 0.012."""
+    length = 20
+    pair = preset(name, length)
+    for configuration, z, ratio in z_scores(pair, REQUESTS["paths"], length, trials=200, samples=1000):
+        assert np.abs(z).max() < 5, configuration
+        assert 0.5 < ratio < 2, configuration
