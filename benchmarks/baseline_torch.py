@@ -7,9 +7,9 @@ the mean estimate less the true gradient; variance is samples times the trace of
 Prints them as JSON, with the seconds that the work took once everything was imported.
 
 What makes it competent: all sequences of many trials are drawn together, the loop over tokens touches booleans
-only, everything else is vectorised over sequences and tokens, the log-probs and values of a trial are built once
-and serve all configurations, and log-probs are read with ``index_select``, whose backward pass was the quickest of
-nine ways tried.
+only, everything else is vectorised over sequences and tokens, and the log-probs and values of a trial are built once
+and serve all configurations. Log-probs are read as one writes it, ``log_probs[context, token]``; ``--tuned`` reads them
+with ``index_select`` on 32-bit indices instead, whose backward pass was the quickest of nine ways tried.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ CONFIGURATIONS = tuple(f"{k}-in-{place}" for k in ("k1", "k3") for place in ("re
 DRAWN_TOGETHER = 2_000_000  # tokens whose uniforms are held at once
 
 
-def draw(policy: Tensor, length: int, trials: int, samples: int, generator: torch.Generator) -> Iterator[Tensor]:
+def draw(
+    policy: Tensor, length: int, trials: int, samples: int, generator: torch.Generator, index: torch.dtype
+) -> Iterator[Tensor]:
     """``[length, samples]`` for each trial in turn: which of the four log-probs each token has, 2 x context + token."""
     together = max(1, min(trials, DRAWN_TOGETHER // (length * samples)))
     probs = policy.softmax(dim=1)[:, 1]
@@ -41,7 +43,7 @@ def draw(policy: Tensor, length: int, trials: int, samples: int, generator: torc
             torch.where(tokens[t], after_one[t], after_zero[t], out=tokens[t + 1])
         codes = torch.add(tokens[1:], tokens[:-1].to(torch.uint8), alpha=2)
         for block in torch.split(codes, samples, dim=1)[: trials - first]:
-            yield block.to(torch.int32)
+            yield block.to(index)
 
 
 def to_go(values: Tensor) -> Tensor:
@@ -67,11 +69,17 @@ def surrogate(place: str, credit: str, values: Tensor, log_probs: Tensor) -> Ten
     return total
 
 
-def estimate(theta: Tensor, reference: Tensor, codes: Tensor, credit: str) -> Tensor:
+def read(table: Tensor, codes: Tensor, tuned: bool) -> Tensor:
+    """``[length, samples]`` entries of a ``[context, token]`` table."""
+    if tuned:
+        return table.flatten().index_select(0, codes.flatten()).view(codes.shape)
+    return table[codes // 2, codes % 2]
+
+
+def estimate(theta: Tensor, reference: Tensor, codes: Tensor, credit: str, tuned: bool) -> Tensor:
     """``[configurations, d]`` one trial's gradient estimates."""
-    index = codes.flatten()
-    log_probs = theta.log_softmax(dim=1).flatten().index_select(0, index).view(codes.shape)
-    delta = log_probs - reference.index_select(0, index).view(codes.shape)
+    log_probs = read(theta.log_softmax(dim=1), codes, tuned)
+    delta = log_probs - read(reference, codes, tuned)
     values = {"k1": delta, "k3": torch.expm1(-delta) + delta}
     gradients = []
     for name in CONFIGURATIONS:
@@ -94,15 +102,14 @@ def true_gradient(policy: Tensor, reference: Tensor, length: int) -> Tensor:
     return torch.autograd.grad(kl, theta)[0].flatten()
 
 
-def simulate(length: int, trials: int, samples: int, credit: str, dtype: torch.dtype, seed: int) -> Tensor:
+def simulate(length: int, trials: int, samples: int, credit: str, dtype: torch.dtype, seed: int, tuned: bool) -> Tensor:
     """``[trials, configurations, d]`` gradient estimates."""
     generator = torch.Generator().manual_seed(seed)
     policy = torch.tensor(POLICY, dtype=dtype)
-    reference = torch.tensor(REFERENCE, dtype=dtype).log_softmax(dim=1).flatten()
+    reference = torch.tensor(REFERENCE, dtype=dtype).log_softmax(dim=1)
     theta = policy.clone().requires_grad_()
-    return torch.stack(
-        [estimate(theta, reference, codes, credit) for codes in draw(policy, length, trials, samples, generator)]
-    )
+    drawn = draw(policy, length, trials, samples, generator, torch.int32 if tuned else torch.int64)
+    return torch.stack([estimate(theta, reference, codes, credit, tuned) for codes in drawn])
 
 
 def summary(gradients: Tensor, length: int, samples: int) -> dict[str, dict[str, float]]:
@@ -127,6 +134,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--credit", choices=("whole", "rtg"), default="whole")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
+    parser.add_argument("--tuned", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     lengths = [int(length) for length in arguments.lengths.split(",")]
@@ -139,6 +147,7 @@ def main() -> None:
             arguments.credit,
             getattr(torch, arguments.dtype),
             arguments.seed * 1000 + i,
+            arguments.tuned,
         )
         out[str(length)] = summary(gradients, length, arguments.samples)
     print(json.dumps({"seconds": time.perf_counter() - began, "lengths": out}))

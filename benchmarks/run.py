@@ -62,6 +62,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         {
             "klgrad": script("klgrad_montecarlo.py"),
             "torch": script("baseline_torch.py"),
+            "torch tuned": script("baseline_torch.py", "--tuned"),
             "uniforms": script("baseline_uniform.py"),
         },
         _FEW,
@@ -71,6 +72,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         {
             "klgrad": script("klgrad_montecarlo.py", "--credit", "rtg"),
             "torch": script("baseline_torch.py", "--credit", "rtg"),
+            "torch tuned": script("baseline_torch.py", "--credit", "rtg", "--tuned"),
             "uniforms": script("baseline_uniform.py"),
         },
         _FEW,
@@ -127,6 +129,7 @@ def run_once(arguments: Sequence[str]) -> tuple[Row, Row]:
     """
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     environment = {**os.environ, **dict.fromkeys(THREADS, "1")}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # installed packages come compiled; the warm-up compiles ours
     done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
     wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:

@@ -115,8 +115,9 @@ def reachable(automaton: Automaton, log_probs: Float[np.ndarray, "S V"]) -> Bool
     frontier = np.array([automaton.start])
     while frontier.size:
         seen[frontier] = True
-        reached = np.unique(automaton.next_context[frontier][log_probs[frontier] > -np.inf])
-        frontier = reached[~seen[reached]]
+        reached = np.zeros_like(seen)  # a mask, not np.unique: that imports numpy.ma, which start-up would feel
+        reached[automaton.next_context[frontier][log_probs[frontier] > -np.inf]] = True
+        frontier = np.flatnonzero(reached & ~seen)
     return seen
 
 

@@ -144,29 +144,29 @@ def edges_in_use(pair: PolicyPair) -> Edges:
 
 def count_blocks(pair: PolicyPair, edges: Edges, sizes: Sequence[int]) -> dict[int, Block]:
     """Blocks of the given sizes whose outcomes are edge counts with the last context, merged exactly."""
-    automaton, wanted = pair.automaton, set(sizes)
+    automaton, wanted, E = pair.automaton, set(sizes), len(edges)
     contexts, longest = automaton.contexts, max(sizes)
     probs = np.exp(pair.sampler)
-    radix = float(longest + 1) ** np.arange(len(edges))
-    step = np.append(radix, 0.0)[edges.number].astype(np.int64)  # what a token adds to the packed counts
-    key, probability = np.zeros(contexts, np.int64), np.ones(contexts)
-    now = origin = np.arange(contexts)
+    radix = (longest + 1) ** np.arange(E + 1, dtype=np.int64)
+    step = np.append(radix[:E], 0)[edges.number]  # what a token adds to the packed counts
+    # state = (origin x S + context now) x (longest + 1)^E + packed counts: sorted by origin, then context
+    state, probability = np.arange(contexts) * (contexts + 1) * radix[E], np.ones(contexts)
     blocks: dict[int, Block] = {}
     for k in range(1, longest + 1):
-        source, token = np.nonzero(
-            (edges.number[now] < len(edges)) | ((now == automaton.end)[:, None] & _first(automaton))
-        )
-        emitted = np.where(now[source] == automaton.end, 1.0, probs[now[source], token])
-        key, probability = key[source] + step[now[source], token], probability[source] * emitted
-        now, origin = automaton.next_context[now[source], token], origin[source]
-        order = np.lexsort((key, now, origin))
-        key, now, origin, probability = key[order], now[order], origin[order], probability[order]
-        fresh = np.append(True, (np.diff(key) != 0) | (np.diff(now) != 0) | (np.diff(origin) != 0))
-        probability = np.add.reduceat(probability, np.flatnonzero(fresh))
-        key, now, origin = key[fresh], now[fresh], origin[fresh]
+        place, key = np.divmod(state, radix[E])
+        origin, now = np.divmod(place, contexts)
+        source, token = np.nonzero((edges.number[now] < E) | ((now == automaton.end)[:, None] & _first(automaton)))
+        came, to = now[source], automaton.next_context[now[source], token]
+        emitted = probability[source] * np.where(came == automaton.end, 1.0, probs[came, token])
+        state = (origin[source] * contexts + to) * radix[E] + key[source] + step[came, token]
+        order = np.argsort(state, kind="stable")
+        state = state[order]
+        fresh = np.flatnonzero(np.append(True, np.diff(state)))
+        state, probability = state[fresh], np.add.reduceat(emitted[order], fresh)
         if k in wanted:
-            counts = (key[:, None] // radix.astype(np.int64)) % (longest + 1)
-            blocks[k] = _block(contexts, origin, probability, now, counts=counts.astype(float))
+            place, key = np.divmod(state, radix[E])
+            counts = (key[:, None] // radix[:E]) % (longest + 1)
+            blocks[k] = _block(contexts, place // contexts, probability, place % contexts, counts=counts.astype(float))
     return blocks
 
 
@@ -204,14 +204,14 @@ def split(length: int, most: int) -> list[int]:
     return [length // blocks + (i < length % blocks) for i in range(blocks)]
 
 
-def _largest_count_block(edges: Edges, longest: int) -> int:
+def _largest_count_block(edges: Edges, contexts: int, longest: int) -> int:
     """The block up to which counts stay few and pack into 63 bits.
 
     A path through E edges has at most E minus contexts plus one free counts; outcomes grow with their power.
     """
-    free = max(len(edges) - len(np.unique(edges.context)), 1)
+    free = max(len(edges) - np.count_nonzero(np.bincount(edges.context)), 1)
     few = int((_COUNT_OUTCOMES * math.factorial(free)) ** (1 / free))
-    packed = int(2.0 ** (62 / max(len(edges), 1))) - 1
+    packed = int(2.0 ** ((62 - 2 * math.log2(contexts)) / max(len(edges), 1))) - 1
     return max(1, min(longest, few, packed))
 
 
@@ -282,7 +282,7 @@ class Sampler:
         self.tables = [_tables(pair, self.edges, configuration) for configuration in configurations]
         longest = max(lengths)
         if self.name == "counts":
-            most = _largest_count_block(self.edges, longest)
+            most = _largest_count_block(self.edges, pair.automaton.contexts, longest)
         else:
             branching = max(2, int(np.bincount(self.edges.context).max()))
             room = max(2, min(_PATH_OUTCOMES, (1 << 17) // self.pair.automaton.contexts))
@@ -328,12 +328,15 @@ class Sampler:
     # -- counts: per unit, sums of edge counts n and of their products n n^T, under each weight a configuration needs
 
     def _counts(self, length: int, units: int, size: int, rng: np.random.Generator) -> list[Sums]:
-        n: np.ndarray | None = None
+        n = np.empty((units * size, len(self.edges)))
+        drawn = n  # the first block's counts are the counts so far; later ones are added, from one buffer
         for block, outcome in self.outcomes(length, units * size, rng):
             assert block.counts is not None
-            drawn = block.counts.take(outcome, axis=0)
-            n = drawn if n is None else n + drawn
-        assert n is not None
+            block.counts.take(outcome, axis=0, out=drawn, mode="clip")
+            if drawn is n:
+                drawn = np.empty_like(n)
+            else:
+                n += drawn
         return self._from_counts(n.reshape(units, size, -1), None)
 
     def _from_counts(self, n: np.ndarray, order: np.ndarray | None) -> list[Sums]:
@@ -379,6 +382,7 @@ class Sampler:
     def _ordered(self, length: int, units: int, size: int, rng: np.random.Generator) -> list[Sums]:
         E = len(self.edges)
         n = np.zeros((units * size, E))
+        drawn = np.empty_like(n)
         order = np.zeros((units, E * E))
         unit = np.repeat(np.arange(units), size)
         for block, outcome in self.outcomes(length, units * size, rng):
@@ -387,7 +391,7 @@ class Sampler:
             outcomes = len(block.successor)
             seen = np.bincount(unit * outcomes + outcome, minlength=units * outcomes).reshape(units, outcomes)
             order += seen.astype(float) @ block.order
-            drawn = block.counts.take(outcome, axis=0)
+            block.counts.take(outcome, axis=0, out=drawn, mode="clip")
             before = n.reshape(units, size, E).transpose(0, 2, 1)
             order += (before @ drawn.reshape(units, size, E)).reshape(units, E * E)
             n += drawn
