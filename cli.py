@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -39,6 +39,11 @@ class Source:
     preset: str | None
     pair: str | None
     behaviour: str | None
+
+    @property
+    def preset_name(self) -> str:
+        """The preset asked for, or the default one; an empty name is a name, and unknown."""
+        return DEFAULT_PRESET if self.preset is None else self.preset
 
 
 @dataclass(frozen=True)
@@ -78,8 +83,8 @@ class Group(click.Group):
             if isinstance(error, BrokenPipeError):
                 raise
             raise BadInput(" ".join(str(error).split())) from error
-        except KeyboardInterrupt:
-            click.echo("interrupted: finished blocks are kept; the same command goes on from them", err=True)
+        except KeyboardInterrupt as stopped:
+            click.echo(f"interrupted{stopped}", err=True)
             ctx.exit(130)
 
 
@@ -151,7 +156,10 @@ pair_options = _grouped(
     ),
 )
 lengths_option = click.option(
-    "--lengths", type=Lengths(), metavar="LENGTHS", help="5:20 (both ends) or 5,10,20. Default: the preset's own."
+    "--lengths",
+    type=Lengths(),
+    metavar="LENGTHS",
+    help="5:20 (both ends), 5:20:5 or 5,10,20. Default: the preset's own.",
 )
 config_option = click.option(
     "--config",
@@ -167,12 +175,15 @@ sampling_options = _grouped(
     click.option("--samples", type=int, default=1000, show_default=True, help="Sequences per estimate (N)."),
     click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Same seed, same numbers."),
     click.option(
-        "--workers", type=click.IntRange(min=1), default=None, help="Threads; the numbers do not depend on it."
+        "--workers",
+        type=click.IntRange(min=1),
+        default=None,
+        help="Threads; the numbers do not depend on it. Default: the CPUs, up to 4.",
     ),
-    click.option("-q", "--quiet", is_flag=True, help="No progress and no summary."),
+    click.option("-q", "--quiet", is_flag=True, help="No progress, notes or summary."),
 )
 out_option = click.option(
-    "--out", type=click.Path(path_type=Path), default=Path("out"), show_default=True, help="Folder."
+    "--out", type=click.Path(path_type=Path), default=Path("out"), show_default=True, help="Folder to write to."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
 
@@ -181,10 +192,10 @@ def _pair(source: Source, length: int) -> PolicyPair:
     from klgrad.synth.policies import load_pair
     from klgrad.synth.presets import preset
 
-    if source.preset and source.pair:
+    if source.preset is not None and source.pair is not None:
         raise ValueError("give --preset or --pair, not both")
-    pair = load_pair(source.pair) if source.pair else preset(source.preset or DEFAULT_PRESET, length)
-    return _behaviour(pair, source.behaviour) if source.behaviour else pair
+    pair = preset(source.preset_name, length) if source.pair is None else load_pair(source.pair)
+    return pair if source.behaviour is None else _behaviour(pair, source.behaviour)
 
 
 def _behaviour(pair: PolicyPair, behaviour: str) -> PolicyPair:
@@ -206,17 +217,23 @@ def _behaviour(pair: PolicyPair, behaviour: str) -> PolicyPair:
 def _lengths(lengths: list[int] | None, source: Source) -> list[int]:
     from klgrad.synth.presets import PRESETS
 
-    name = source.preset or DEFAULT_PRESET
-    return lengths or (list(PRESETS[name].lengths) if not source.pair and name in PRESETS else list(range(5, 21)))
+    if lengths:
+        return lengths
+    known = source.pair is None and source.preset_name in PRESETS
+    return list(PRESETS[source.preset_name].lengths) if known else list(range(5, 21))
 
 
-def _configurations(names: Sequence[str], pairs: Sequence[PolicyPair]) -> list[Configuration]:
+def _configurations(names: Sequence[str], pairs: Sequence[PolicyPair], quiet: bool) -> list[Configuration]:
     from klgrad.synth.configurations import parse
 
     found = list(dict.fromkeys(parse(name) for name in names or DEFAULT))
-    for caution in dict.fromkeys(c for pair in pairs for configuration in found for c in configuration.cautions(pair)):
-        click.echo(f"note: {caution}", err=True)
+    _notes((c for pair in pairs for configuration in found for c in configuration.cautions(pair)), quiet)
     return found
+
+
+def _notes(sentences: Iterable[str], quiet: bool) -> None:
+    for sentence in dict.fromkeys(() if quiet else sentences):
+        click.echo(f"note: {sentence}", err=True)
 
 
 # ----------------------------------------------------------------------------------------------------- printing
@@ -250,7 +267,8 @@ def _number(value: float | None, digits: int = 4) -> str:
 
 def _bias(row: dict[str, Any]) -> str:
     """An exact bias at rounding level is zero."""
-    exact_zero = row["source"] == "exact" and row["bias"] is not None and row["bias"] < 1e-9 * row["gradient_norm"]
+    exact_zero = row["source"] == "exact" and row["bias"] is not None
+    exact_zero = exact_zero and row["bias"] < 1e-9 * row["gradient_norm"] + 1e-15
     return "0" if exact_zero else _number(row["bias"])
 
 
@@ -329,11 +347,14 @@ def figure1(
     Writes figure1.png, figure1.pdf, figure1.csv and figure1.json (manifest and rows) to the --out folder. Without
     --preset or --pair it shows the presets near and far: the paper does not publish its two models.
     """
-    frame = _sweep("figure1", _rows_of(source), lengths, configs, drawing, out, exact_only=exact_only)
-    from klgrad.figures import figure1 as draw
-    from klgrad.figures import figure1_caption
 
-    _draw(draw(frame), out, "figure1", figure1_caption(frame), drawing.quiet)
+    def draw(frame: pd.DataFrame) -> str:
+        from klgrad.figures import figure1, figure1_caption, save_figure
+
+        save_figure(figure1(frame), out / "figure1")
+        return figure1_caption(frame)
+
+    _sweep("figure1", _rows_of(source), lengths, configs, drawing, out, exact_only=exact_only, draw=draw)
 
 
 @main.command(short_help="Exact curves to T = 1,000 with growth exponents.")
@@ -350,25 +371,20 @@ def growth(source: Source, lengths: list[int], configs: tuple[str, ...], out: Pa
     Writes growth.png, growth.pdf, growth.csv and growth.json to the --out folder.
     """
     drawing = Drawing(trials=200, samples=1000, seed=0, workers=1, quiet=quiet)
-    frame = _sweep("growth", _rows_of(source), lengths, configs, drawing, out, exact_only=True)
-    from klgrad.figures import growth as draw
 
-    _draw(draw(frame), out, "growth", "", quiet)
+    def draw(frame: pd.DataFrame) -> str:
+        from klgrad.figures import growth, save_figure
+
+        save_figure(growth(frame), out / "growth")
+        return ""
+
+    _sweep("growth", _rows_of(source), lengths, configs, drawing, out, exact_only=True, draw=draw)
 
 
 def _rows_of(source: Source) -> list[Source]:
     """The pairs of a figure, one row each."""
-    named = source.preset or source.pair
+    named = source.preset is not None or source.pair is not None
     return [source] if named else [Source(name, None, source.behaviour) for name in FIGURE_PRESETS]
-
-
-def _draw(figure: Any, out: Path, name: str, caption: str, quiet: bool) -> None:
-    from klgrad.figures import save_figure
-
-    save_figure(figure, out / name)
-    if not quiet:
-        written = ", ".join(str(out / f"{name}.{kind}") for kind in ("png", "pdf", "csv", "json"))
-        click.echo("\n".join(filter(None, [caption, f"wrote {written}"])))
 
 
 def _sweep(
@@ -380,38 +396,65 @@ def _sweep(
     out: Path | None,
     *,
     exact_only: bool,
+    draw: Callable[[pd.DataFrame], str] | None = None,
 ) -> pd.DataFrame:
-    """The table of all pairs; with ``out`` saved as ``command.csv`` and ``.json``, and resumable until then."""
+    """The table of all pairs; with ``out`` drawn, saved as ``command.csv`` and ``.json``, and resumable until then."""
     import pandas as pd
 
     from klgrad.analysis import results
-    from klgrad.analysis.montecarlo import check_counts
+    from klgrad.analysis.montecarlo import check_counts, store_of
 
     check_counts(drawing.trials, drawing.samples)
     wanted = [_lengths(lengths, source) for source in sources]
     pairs = [_pair(source, max(each)) for source, each in zip(sources, wanted, strict=True)]
-    configurations = _configurations(configs, pairs)
+    configurations = _configurations(configs, pairs, drawing.quiet)
     store = None if out is None else results.writable_folder(out) / STORE
     frames = []
-    for pair, each in zip(pairs, wanted, strict=True):
-        with _Progress(pair.name, drawing.quiet) as progress:
-            table = results.compare(
-                pair, configurations, each,
-                exact_only=exact_only, workers=drawing.threads, store=store, progress=progress, **drawing.request,
-            )  # fmt: skip
-        frames.append(table)
-    frame = pd.concat(frames, ignore_index=True)
-    if out is not None and store is not None:
-        request = {
-            "sources": [vars(source) for source in sources],
-            "configurations": [str(c) for c in configurations],
-            "lengths": wanted,
-            "exact_only": exact_only,
-            **drawing.request,
-        }
-        results.save(frame, results.manifest(f"klgrad {command}", pairs, request), out / command)
-        results.forget(store)
+    try:
+        for pair, each in zip(pairs, wanted, strict=True):
+            with _Progress(pair.name, drawing.quiet) as progress:
+                table = results.compare(
+                    pair, configurations, each,
+                    exact_only=exact_only, workers=drawing.threads, store=store, progress=progress, **drawing.request,
+                )  # fmt: skip
+            frames.append(table)
+        frame = pd.concat(frames, ignore_index=True)
+        _notes((f"{c}: beyond double precision on this pair" for c in results.beyond_float64(frame)), drawing.quiet)
+        if out is not None and store is not None:
+            caption = draw(frame) if draw else ""
+            request = _request(sources, pairs, configurations, wanted, drawing, exact_only)
+            results.save(frame, results.manifest(f"klgrad {command}", pairs, request), out / command)
+            for pair in pairs:  # only now: until here an interruption loses nothing
+                results.forget(store_of(store, pair, configurations, **drawing.request))
+            if draw and not drawing.quiet:
+                written = ", ".join(str(out / f"{command}.{kind}") for kind in ("png", "pdf", "csv", "json"))
+                click.echo("\n".join(filter(None, [caption, f"wrote {written}"])))
+    except KeyboardInterrupt:
+        kept = store is not None and store.exists()
+        where = f": finished blocks are kept in {store}; the same command goes on from them" if kept else ""
+        raise KeyboardInterrupt(where) from None
     return frame
+
+
+def _request(
+    sources: Sequence[Source],
+    pairs: Sequence[PolicyPair],
+    configurations: Sequence[Configuration],
+    lengths: list[list[int]],
+    drawing: Drawing,
+    exact_only: bool,
+) -> dict[str, Any]:
+    """What was asked, for the manifest, with the sampler that each pair's request chose."""
+    from klgrad.synth.sampling import sampler_name
+
+    return {
+        "sources": [vars(source) for source in sources],
+        "configurations": [str(c) for c in configurations],
+        "lengths": lengths,
+        "exact_only": exact_only,
+        "samplers": {} if exact_only else {pair.name: sampler_name(pair, configurations) for pair in pairs},
+        **drawing.request,
+    }
 
 
 @main.command(short_help="Bias and variance of any configurations, as a table.")

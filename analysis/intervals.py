@@ -64,7 +64,10 @@ def bias_interval(
 def variance_interval(
     variance: Float[np.ndarray, " R"], relative: Float[np.ndarray, " R"], level: float = LEVEL
 ) -> tuple[Float[np.ndarray, " R"], Float[np.ndarray, " R"]]:
-    """``low, high [R]`` for a variance measured with the given relative variance of its own (gamma-matched)."""
+    """``low, high [R]`` for a variance measured with the given relative variance of its own (gamma-matched).
+
+    An infinite relative variance, nothing known, gives 0 and inf.
+    """
     variance, relative = np.asarray(variance, float), np.asarray(relative, float)
     tail = (1 - level) / 2
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -72,4 +75,6 @@ def variance_interval(
         low = variance * shape / special.gammaincinv(shape, 1 - tail)
         high = variance * shape / special.gammaincinv(shape, tail)
     exact = ~(relative > 0) | ~np.isfinite(variance)
+    unknown = np.isinf(relative)
+    low, high = np.where(unknown, 0.0, low), np.where(unknown, np.inf, high)
     return np.where(exact, variance, low), np.where(exact, variance, high)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 FORMAT = 1  # of stored blocks: raise it when the same seed gives other numbers
 _BLOCK_SEQUENCES = 25_000  # of a block: what stays in a core's cache
 _MOST_ENTRIES = 1 << 28
+_MOST_TOKENS = 1e13
 
 Progress = Callable[[int, int], None]
 
@@ -84,6 +85,13 @@ def fingerprint(pair: PolicyPair) -> str:
     return digest.hexdigest()[:16]
 
 
+def store_of(
+    store: Path, pair: PolicyPair, configurations: Sequence[Configuration], trials: int, samples: int, seed: int
+) -> Path:
+    """The folder below ``store`` that holds this request's finished blocks."""
+    return store / request_key(pair, configurations, trials, samples, seed)
+
+
 def request_key(pair: PolicyPair, configurations: Sequence[Configuration], trials: int, samples: int, seed: int) -> str:
     """What a stored block must agree on to be taken up again."""
     import hashlib
@@ -121,6 +129,9 @@ def simulate(
     """
     check_counts(trials, samples)
     wanted = check_lengths(pair, lengths)
+    tokens = float(trials) * samples * float(wanted.sum())
+    if tokens > _MOST_TOKENS:
+        raise ValueError(f"{tokens:.3g} tokens are past the limit of {_MOST_TOKENS:.3g}: take fewer trials or samples")
     entries = trials * len(configurations) * pair.policy.parameters * len(wanted)
     if entries > _MOST_ENTRIES:
         raise ValueError(
@@ -130,7 +141,7 @@ def simulate(
     units = math.gcd(samples, *(c.group(samples) for c in configurations if c.baseline == "loo"))
     sampler = Sampler(pair, configurations, wanted.tolist())
     baseline = _baselines(pair, configurations, wanted)
-    folder = None if store is None else store / request_key(pair, configurations, trials, samples, seed)
+    folder = None if store is None else store_of(store, pair, configurations, trials, samples, seed)
 
     def run(block: Block) -> tuple[np.ndarray, np.ndarray]:
         stored = None if folder is None else _load(folder, block)
@@ -138,11 +149,12 @@ def simulate(
             return stored
         stream = np.random.SeedSequence(seed, spawn_key=(block.length, block.first))
         rng = np.random.Generator(np.random.SFC64(stream))
-        sums = sampler.sums(block.length, block.trials * (samples // units), units, rng)
-        each = [
-            estimates(c, s, block.trials, samples, baseline[c, block.length])
-            for c, s in zip(configurations, sums, strict=True)
-        ]
+        with np.errstate(over="ignore", invalid="ignore"):
+            sums = sampler.sums(block.length, block.trials * (samples // units), units, rng)
+            each = [
+                estimates(c, s, block.trials, samples, baseline[c, block.length])
+                for c, s in zip(configurations, sums, strict=True)
+            ]
         result = np.stack([g for g, _ in each], axis=1), np.stack([v for _, v in each], axis=1)
         if folder is not None:
             _save(folder, block, result)

@@ -70,9 +70,10 @@ def compare(
         raise ValueError("no configurations: give at least one")
     check_counts(trials, samples)
     full = full_fits(pair) and pair.policy.parameters <= _FULL_PARAMETERS and not exact_only
-    found = moments(pair, configurations, lengths, covariance="full" if full else "trace", samples=samples)
-    truth = exact.true_gradient(pair, lengths)
-    kls = exact.kl(pair, lengths)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        found = moments(pair, configurations, lengths, covariance="full" if full else "trace", samples=samples)
+        truth = exact.true_gradient(pair, lengths)
+        kls = exact.kl(pair, lengths)
     rows = [
         _exact_row(_head(pair, m.configuration, lengths[i], kls[i], truth[i]), m, i, truth[i], samples)
         for m in found
@@ -163,6 +164,8 @@ def _monte_carlo_rows(
             })  # fmt: skip
     trace, square, along, relative = np.array(noise).T
     low, high = bias_interval(np.array([row["bias"] for row in rows]), trace, square, along)
+    rounding = np.array([row["bias"] < 1e-9 * row["gradient_norm"] for row in rows])
+    low = np.where(rounding, 0.0, low)
     v_low, v_high = variance_interval(np.array([row["variance"] for row in rows]), relative)
     for k, row in enumerate(rows):
         row.update(bias_low=low[k], bias_high=high[k], variance_low=v_low[k], variance_high=v_high[k])
@@ -187,7 +190,10 @@ def _noise(m: Moments, i: int, trial: np.ndarray, off: np.ndarray, samples: int)
         square = max(float((gram**2).sum()) - sampled**2 / (trials - 1), sampled**2 / trial.shape[1] / 2)
         trace, along = _trace(m, i) / samples, float(((centred @ direction) ** 2).sum()) / (trials - 1)
     each = (centred**2).sum(axis=1)
-    spread = float(each.var(ddof=1) / each.mean() ** 2 / trials) if each.mean() > 0 else 0.0
+    if trace < (_ZERO * np.linalg.norm(trial.mean(axis=0))) ** 2:
+        return 0.0, 0.0, 0.0, 0.0  # rounding, not noise
+    # trials that all agree although they vary say nothing about how much
+    spread = float(each.var(ddof=1) / each.mean() ** 2 / trials) if each.mean() > 0 else np.inf if trace > 0 else 0.0
     gaussian = 2 * square / trace**2 / (trials - 1) if trace > 0 else 0.0
     return max(trace, 0.0) / trials, square / trials**2, max(along, 0.0) / trials, max(spread, gaussian)
 
@@ -197,7 +203,7 @@ def _noise(m: Moments, i: int, trial: np.ndarray, off: np.ndarray, samples: int)
 
 def software() -> dict[str, str]:
     """Versions of what the numbers depend on."""
-    names = ("klgrad", "numpy", "scipy", "pandas", "matplotlib")
+    names = ("klgrad", "numpy", "scipy", "pandas", "matplotlib", "torch")
     found = {"python": platform.python_version()}
     for name in names:
         with suppress(PackageNotFoundError):
@@ -271,6 +277,15 @@ def load(path: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
         raise ValueError(f"{path} is not a saved klgrad table: {error}") from None
 
 
-def forget(store: Path) -> None:
-    """Remove the blocks of a run that is complete."""
-    shutil.rmtree(store, ignore_errors=True)
+def forget(folder: Path) -> None:
+    """Remove one complete request's blocks, and the store when no other request has any."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        folder.parent.rmdir()
+
+
+def beyond_float64(frame: pd.DataFrame) -> list[str]:
+    """Configurations with an exact value that double precision cannot hold on this pair."""
+    exact_rows = frame[frame["source"] == "exact"]
+    bad = ~np.isfinite(exact_rows[["bias", "variance"]].to_numpy(float)).all(axis=1)
+    return list(dict.fromkeys(exact_rows.loc[bad, "configuration"]))

@@ -16,9 +16,10 @@ from klgrad.synth.automata import markov
 from klgrad.synth.configurations import Configuration
 from klgrad.synth.exact import token_forward_gradient, token_gradient, true_gradient
 from klgrad.synth.moments import moments
-from klgrad.synth.policies import PolicyPair, log_softmax, tabular
+from klgrad.synth.policies import PolicyPair, log_softmax, tabular, with_behaviour
 
 FIELDS = ("sequence", "token", "token-forward")
+STALE_FIELDS = (*FIELDS, "token on stale prefixes", "token-forward on stale prefixes")
 TOLERANCE = 1e-8
 _LENGTH = 4
 
@@ -31,12 +32,12 @@ class Verdict:
         name: ``sequence``, ``scaled-sequence``, ``wrong-sign``, ``token``, ``scaled-token``, ``token-forward``,
             ``future``, ``zero``, ``dead`` or ``other``.
         phrase: the same for a table, such as ``sequence - token-forward``.
-        coefficients: weights on the sequence, token and token-forward fields; ``None`` where no combination fits.
+        coefficients: weights on ``FIELDS`` (off-policy ``STALE_FIELDS``); ``None`` where no combination fits.
     """
 
     name: str
     phrase: str
-    coefficients: tuple[float, float, float] | None
+    coefficients: tuple[float, ...] | None
 
 
 @cache
@@ -62,17 +63,20 @@ def probes(*, off_policy: bool = False) -> tuple[PolicyPair, ...]:
 
 @cache
 def _fields(*, off_policy: bool) -> np.ndarray:
-    """``[D, 3]`` the known fields of all probes, stacked."""
-    columns = []
-    for field in (true_gradient, token_gradient, token_forward_gradient):
-        columns.append(np.concatenate([field(pair, [_LENGTH])[0] for pair in probes(off_policy=off_policy)]))
-    return np.stack(columns, axis=1)
+    """``[D, F]`` the known fields of all probes, stacked; off-policy those on the sampler's prefixes too."""
+    stale = probes(off_policy=off_policy)
+    own = tuple(with_behaviour(pair, None) for pair in stale)
+    columns = [(true_gradient, own), (token_gradient, own), (token_forward_gradient, own)]
+    if off_policy:
+        columns += [(token_gradient, stale), (token_forward_gradient, stale)]
+    return np.stack([np.concatenate([field(p, [_LENGTH])[0] for p in on]) for field, on in columns], axis=1)
 
 
 def verdict(configuration: Configuration, *, off_policy: bool = False) -> Verdict:
     """The verdict on one configuration, on-policy or with a stale behaviour policy.
 
-    Off-policy, ``token`` and ``token-forward`` stand on the behaviour policy's prefixes.
+    Off-policy the token fields may stand on the policy's prefixes or on the stale ones that were sampled; the name is
+    the same, the phrase says which.
     """
     found = [moments(pair, [configuration], [_LENGTH], covariance="trace")[0] for pair in probes(off_policy=off_policy)]
     gradient = np.concatenate([m.mean[0] for m in found])
@@ -80,37 +84,43 @@ def verdict(configuration: Configuration, *, off_policy: bool = False) -> Verdic
     fields = _fields(off_policy=off_policy)
     scale = float(np.linalg.norm(fields[:, 0]))
     if second < (TOLERANCE * scale) ** 2:
-        return Verdict("dead", "zero for every sample", (0.0, 0.0, 0.0))
+        return Verdict("dead", "zero for every sample", (0.0,) * fields.shape[1])
     if not np.isfinite(gradient).all():
         return Verdict("other", "not finite", None)
     weights = np.linalg.lstsq(fields, gradient, rcond=None)[0]
     if np.linalg.norm(fields @ weights - gradient) > TOLERANCE * max(scale, float(np.linalg.norm(gradient))):
         return Verdict("other", "other", None)
     weights = np.where(np.abs(weights) < TOLERANCE, 0.0, weights)
-    a, b, c = (float(w) for w in weights)
-    return Verdict(_name(a, b, c), _phrase(a, b, c), (a, b, c))
+    coefficients = tuple(float(w) for w in weights)
+    return Verdict(_name(coefficients), _phrase(coefficients), coefficients)
 
 
-def _name(a: float, b: float, c: float) -> str:
-    def near(*target: float) -> bool:
-        return bool(np.allclose((a, b, c), target, atol=TOLERANCE))
-
-    if near(0, 0, 0):
+def _name(weights: tuple[float, ...]) -> str:
+    """The vocabulary's name; stale prefixes count as their field."""
+    present = [(w, STALE_FIELDS[i].removesuffix(" on stale prefixes")) for i, w in enumerate(weights) if w]
+    if not present:
         return "zero"
-    if near(1, -1, 0):
+    if _is_future(weights):
         return "future"
-    if near(a, 0, 0):
-        return "sequence" if near(1, 0, 0) else "scaled-sequence" if a > 0 else "wrong-sign"
-    if near(0, b, 0):
-        return "token" if near(0, 1, 0) else "scaled-token" if b > 0 else "other"
-    return "token-forward" if near(0, 0, 1) else "other"
+    if len(present) > 1:
+        return "other"
+    weight, field = present[0]
+    if abs(weight - 1) < TOLERANCE:
+        return field
+    if field == "sequence":
+        return "scaled-sequence" if weight > 0 else "wrong-sign"
+    return "scaled-token" if field == "token" and weight > 0 else "other"
 
 
-def _phrase(a: float, b: float, c: float) -> str:
-    if abs(a - 1) < TOLERANCE and abs(b + 1) < TOLERANCE and c == 0:
+def _is_future(weights: tuple[float, ...]) -> bool:
+    return bool(np.allclose(weights, (1, -1, *(0,) * (len(weights) - 2)), rtol=0, atol=TOLERANCE))
+
+
+def _phrase(weights: tuple[float, ...]) -> str:
+    if _is_future(weights):
         return "future"
     text = ""
-    for weight, field in zip((a, b, c), FIELDS, strict=True):
+    for weight, field in zip(weights, STALE_FIELDS, strict=False):
         if weight == 0:
             continue
         size = "" if abs(abs(weight) - 1) < TOLERANCE else f"{abs(weight):.4g} "

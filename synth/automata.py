@@ -50,6 +50,12 @@ class Automaton:
         if table.dtype.kind not in "iu":
             raise ValueError(f"next_context must hold integers; got dtype {table.dtype}")
         contexts = table.shape[0]
+        for name, index in (("start", self.start), ("end", self.end)):
+            if isinstance(index, bool) or not isinstance(index, (int, np.integer)):
+                raise ValueError(f"{name} = {index!r} must be an integer")
+        table = table.astype(np.intp)
+        if 0 <= self.end < contexts:
+            table[self.end] = self.end  # whatever was given: nothing is emitted there
         if table.min() < 0 or table.max() >= contexts:
             s, v = np.argwhere((table < 0) | (table >= contexts))[0]
             raise ValueError(
@@ -61,9 +67,6 @@ class Automaton:
             raise ValueError(f"end = {self.end} is not a context: give -1 for none, or 0 to {contexts - 1}")
         if self.end == self.start:
             raise ValueError(f"start and end are both context {self.end}: a sequence needs at least one token")
-        table = table.astype(np.intp)
-        if self.end >= 0:
-            table[self.end] = self.end
         table.setflags(write=False)
         object.__setattr__(self, "next_context", table)
 

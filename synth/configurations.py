@@ -146,12 +146,17 @@ class Configuration:
         """
         size = int(self.baseline_value) or samples
         if self.baseline == "loo" and (size < 2 or samples % size):
-            raise ValueError(f"{self}: {samples} samples cannot be split into groups of {size}; give a multiple")
+            raise ValueError(
+                f"{self}: {samples} samples cannot be split into groups of {number(size)}: "
+                "give samples in a multiple of the group"
+            )
         return size
 
     def cautions(self, pair: PolicyPair | None = None) -> list[str]:
         """Sentences about options that are allowed and probably not what is meant."""
         found = []
+        if pair is not None and self.ratio != "none":
+            found += [f"{self}: {gap}, so no ratio makes up for it" for gap in pair.sampling_gaps()[:1]]
         if self.credit == "future" and self.placement == "both" and not self.estimator.full:
             found.append(
                 f"{self}: the own-token term of the reward is left out, which only a full-vocabulary loss makes up for"

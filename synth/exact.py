@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
+_MOST_VISITS = 1 << 27  # entries of the true gradient's two tables over time and contexts
+
+
 def check_lengths(pair: PolicyPair, lengths: Sequence[int]) -> np.ndarray:
     """``[L]`` the lengths as integers.
 
@@ -115,9 +118,17 @@ def true_gradient(pair: PolicyPair, lengths: Sequence[int]) -> Float[np.ndarray,
 
     Sum over t and contexts of visitation x sum_v pi(v|s) score(s, v) Q_{T-t}(s, v). The second route is the
     expected gradient of k1-in-reward (``moments``).
+
+    Raises:
+        ValueError: for a length out of range, or more contexts over time than memory holds.
     """
     wanted = check_lengths(pair, lengths)
     automaton, longest = pair.automaton, int(wanted.max())
+    if longest * automaton.contexts > _MOST_VISITS:
+        raise ValueError(
+            f"length x contexts = {longest * automaton.contexts:.3g} is past the limit of {_MOST_VISITS:.3g} "
+            "for the true gradient: take a shorter length or fewer contexts"
+        )
     probs = _probs(pair.policy.log_probs, automaton.alive)
     mass = np.zeros((longest, automaton.contexts))
     to_go = np.zeros((longest, automaton.contexts))  # KL-to-go with k tokens left
@@ -198,7 +209,7 @@ def optimum(
         terminal: ``[S]`` reward of the context in which the sequence stops; zero if left out.
 
     Raises:
-        ValueError: for a beta that is not positive or rewards that are not finite.
+        ValueError: for a beta that is not positive, or rewards that are not finite or of the wrong shape.
     """
     check_lengths(pair, [length])
     if not 0 < beta < np.inf:
@@ -209,7 +220,10 @@ def optimum(
     automaton = pair.automaton
     soft = np.zeros((length + 1, automaton.contexts))
     if terminal is not None:
-        soft[:] = np.asarray(terminal, float)
+        terminal = np.asarray(terminal, float)
+        if terminal.shape != (automaton.contexts,) or not np.isfinite(terminal).all():
+            raise ValueError(f"terminal must be finite with shape {(automaton.contexts,)}; got {terminal.shape}")
+        soft[:] = terminal
     log_probs = np.zeros((length, *reward.shape))
     for t in reversed(range(length)):
         tilted = pair.reference + (reward + soft[t + 1][automaton.next_context]) / beta

@@ -484,6 +484,8 @@ def moments(
         ValueError: for a length out of range, an unknown covariance, a full one that does not fit, or samples
             below 2 with leave-one-out.
     """
+    if not configurations:
+        return []
     if covariance not in COVARIANCES:
         raise ValueError(f"covariance {covariance!r} is none of {', '.join(COVARIANCES)}")
     wanted = check_lengths(pair, lengths)
@@ -508,7 +510,18 @@ def moments(
             both_vectors = _Request({key: None for key in request.products if _is_cross(rows, key)})
             if both_vectors.products:
                 crossed = _propagate(rows, both_vectors, wanted, i, j, ordered=True)
-        return [_finish(plan, of, crossed, covariance, samples, d) for plan in plans]
+        found = [_finish(plan, of, crossed, covariance, samples, d) for plan in plans]
+    if len(found) > 1 and not all(_finite(m) for m in found):
+        # products share one operator, where an overflow of one (0 x inf) would spoil the others: each alone, then
+        return [
+            moments(pair, [configuration], lengths, covariance=covariance, samples=samples)[0]
+            for configuration in configurations
+        ]
+    return found
+
+
+def _finite(m: Moments) -> bool:
+    return bool(np.isfinite(m.mean).all() and (m.covariance is None or np.isfinite(m.covariance).all()))
 
 
 def full_fits(pair: PolicyPair) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,15 @@ class PolicyPair:
         for name, log_probs in named.items():
             if log_probs is not None and log_probs.shape != shape:
                 raise ValueError(f"{name} log-probs have shape {log_probs.shape}; the automaton needs {shape}")
+            if log_probs is not None:
+                _check_normalised(self.automaton, log_probs, name)
+        scores = self.policy.scores
+        if scores.ndim != 3 or scores.shape[:2] != shape or scores.shape[2] == 0:
+            raise ValueError(f"scores have shape {scores.shape}; the automaton needs [S, V, d] with [S, V] = {shape}")
+        if not np.isfinite(scores[self.automaton.alive]).all():
+            raise ValueError("scores must be finite")
+        if not isinstance(self.name, str):
+            raise ValueError(f"the pair's name {self.name!r} must be text")
         policy = self.policy.log_probs
         _check_support(self.automaton, policy, self.reference, "policy", "reference", "the KL is infinite")
         if self.behaviour is not None:
@@ -91,6 +101,15 @@ class PolicyPair:
         """Whether sequences are drawn from the policy itself."""
         return self.behaviour is None
 
+    def sampling_gaps(self) -> list[str]:
+        """Where the policy emits a token that the behaviour policy never samples, in words."""
+        missing = (self.policy.log_probs > -np.inf) & (self.sampler == -np.inf) & self.automaton.alive[:, None]
+        missing &= reachable(self.automaton, self.policy.log_probs)[:, None]
+        return [
+            f"in context {self.automaton.describe(int(s))} the behaviour policy never samples token {v}"
+            for s, v in np.argwhere(missing)
+        ]
+
     @property
     def log_ratio(self) -> Float[np.ndarray, "S V"]:
         """``[S, V]`` log pi - log pi_ref; 0 where the policy never emits the token."""
@@ -102,6 +121,17 @@ class PolicyPair:
         if self.behaviour is None:
             return np.ones_like(self.policy.log_probs)
         return np.where(self.behaviour > -np.inf, np.exp(_difference(self.policy.log_probs, self.behaviour)), 0.0)
+
+
+def _check_normalised(automaton: Automaton, log_probs: np.ndarray, name: str) -> None:
+    with np.errstate(over="ignore"):
+        off = np.where(automaton.alive, np.abs(np.exp(log_probs).sum(axis=1) - 1), 0.0)
+    if not off.max() < 1e-6:  # a NaN fails this too
+        s = int(np.argmax(np.where(np.isnan(off), np.inf, off)))
+        raise ValueError(
+            f"{name} log-probs in context {automaton.describe(s)} do not sum to one as probabilities "
+            f"(off by {off[s]:.3g}): pass them through log_softmax or log_of_probs"
+        )
 
 
 def _difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -155,7 +185,9 @@ def log_softmax(logits: Float[np.ndarray, "S V"], *, name: str = "logits") -> Fl
     if (top == -np.inf).any():
         raise ValueError(f"{name} row {np.argmin(top)} is -inf throughout: at least one token must be possible")
     shifted = logits - top
-    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    others = np.exp(shifted)
+    others[np.arange(len(logits)), logits.argmax(axis=1)] = 0.0
+    return shifted - np.log1p(others.sum(axis=1, keepdims=True))  # log1p: a probability near 1 keeps its distance to 1
 
 
 def log_of_probs(probs: Float[np.ndarray, "S V"], *, name: str = "probs") -> Float[np.ndarray, "S V"]:
@@ -196,7 +228,8 @@ def tabular(automaton: Automaton, logits: Float[np.ndarray, "S V"]) -> Policy:
     alive = np.flatnonzero(automaton.alive)
     _check_scores_fit(contexts, vocabulary, len(alive) * vocabulary)
     scores = np.zeros((contexts, vocabulary, len(alive), vocabulary))
-    block = np.eye(vocabulary)[None] - np.exp(log_probs)[alive, None, :]
+    block = np.repeat(-np.exp(log_probs)[alive, None, :], vocabulary, axis=1)
+    block[:, np.arange(vocabulary), np.arange(vocabulary)] = -np.expm1(log_probs[alive])  # 1 - p without cancellation
     scores[alive, :, np.arange(len(alive)), :] = block
     theta = np.asarray(logits, float)[alive].ravel()
     return Policy(log_probs, scores.reshape(contexts, vocabulary, -1), theta)
@@ -204,7 +237,13 @@ def tabular(automaton: Automaton, logits: Float[np.ndarray, "S V"]) -> Policy:
 
 def linear(automaton: Automaton, features: Float[np.ndarray, "S V d"], theta: Float[np.ndarray, " d"]) -> Policy:
     """Logits linear in shared features: logit(s, v) = features[s, v] . theta."""
-    features, theta = np.asarray(features, float), np.asarray(theta, float)
+    features, theta = np.asarray(features), np.asarray(theta)
+    for name, array in (("features", features), ("theta", theta)):
+        if array.dtype.kind not in "fiu":
+            raise ValueError(f"{name} must hold real numbers; got dtype {array.dtype}")
+    features, theta = features.astype(float), theta.astype(float)
+    if theta.size == 0:
+        raise ValueError("theta is empty: a policy needs at least one parameter")
     if features.ndim != 3 or features.shape[:2] != automaton.next_context.shape or theta.shape != features.shape[2:]:
         raise ValueError(
             f"features {features.shape} and theta {theta.shape} must be [S, V, d] and [d] "
@@ -212,9 +251,13 @@ def linear(automaton: Automaton, features: Float[np.ndarray, "S V d"], theta: Fl
         )
     if not (np.isfinite(features).all() and np.isfinite(theta).all()):
         raise ValueError("features and theta must be finite")
-    log_probs = log_softmax(features @ theta)
-    mean = np.einsum("sv,svd->sd", np.exp(log_probs), features)
-    return Policy(log_probs, features - mean[:, None, :], theta)
+    with np.errstate(over="ignore", invalid="ignore"):
+        logits = features @ theta
+    log_probs = log_softmax(logits, name="features . theta")
+    likeliest = log_probs.argmax(axis=1)
+    centred = features - features[np.arange(len(features)), likeliest][:, None, :]  # keeps 1 - p near determinism
+    mean = np.einsum("sv,svd->sd", np.exp(log_probs), centred)
+    return Policy(log_probs, centred - mean[:, None, :], theta)
 
 
 def from_function(automaton: Automaton, logits: Callable[[Any], Any], theta: Float[np.ndarray, " d"]) -> Policy:
@@ -251,15 +294,15 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
     try:
         with path.open("rb") as file:
             archive = np.load(file, allow_pickle=False)
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise ValueError("it is not an archive of named arrays")
-            return {key: archive[key] for key in archive.files}
+            if isinstance(archive, np.lib.npyio.NpzFile):
+                return {key: archive[key] for key in archive.files}
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist") from None
-    except (OSError, zipfile.BadZipFile, EOFError) as error:
-        raise ValueError(f"{path} cannot be read as .npz: {error}") from None
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read as .npz: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read as .npz: {error.strerror or error}") from None
+    except (ValueError, zipfile.BadZipFile, EOFError):
+        pass
+    raise ValueError(f"{path} cannot be read as .npz: it is not an archive of named arrays of numbers")
 
 
 def load_npz(path: str | Path) -> PolicyPair:
@@ -284,26 +327,35 @@ def load_npz(path: str | Path) -> PolicyPair:
         raise ValueError(f"{path} {what}: a pair has {', '.join(_REQUIRED)} and may have {', '.join(_OPTIONAL)}")
     if any(arrays[key].shape != () or arrays[key].dtype.kind not in "iu" for key in ("start", "end")):
         raise ValueError(f"{path}: start and end must be single integers")
+    try:
+        return _assemble(path.stem, arrays)
+    except ValueError as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def _assemble(name: str, arrays: dict[str, np.ndarray]) -> PolicyPair:
     automaton = Automaton(arrays["next_context"], int(arrays["start"]), int(arrays["end"]))
-    if parametric:
+    shape = automaton.next_context.shape
+
+    def logits(key: str) -> np.ndarray:
+        given = np.array(arrays[key])
+        if given.shape == shape and given.dtype.kind in "fiu" and automaton.end >= 0:
+            given[automaton.end] = 0  # nothing is emitted there, so anything may stand there
+        return given
+
+    def log_probs(key: str) -> np.ndarray:
+        return log_softmax(logits(key), name=key)
+
+    if "features" in arrays:
         policy = linear(automaton, arrays["features"], arrays["theta"])
         if "policy_logits" in arrays:
-            stated = log_softmax(arrays["policy_logits"], name="policy_logits")
-            if (
-                stated.shape != policy.log_probs.shape
-                or np.abs(stated - policy.log_probs)[automaton.alive].max() > 1e-8
-            ):
-                raise ValueError(f"{path}: policy_logits and features . theta are different policies")
+            stated = log_probs("policy_logits")
+            if stated.shape != shape or np.abs(stated - policy.log_probs)[automaton.alive].max() > 1e-8:
+                raise ValueError("policy_logits and features . theta are different policies")
     else:
-        policy = tabular(automaton, arrays["policy_logits"])
-    behaviour = arrays.get("behaviour_logits")
-    return PolicyPair(
-        automaton,
-        policy,
-        log_softmax(arrays["reference_logits"], name="reference_logits"),
-        None if behaviour is None else log_softmax(behaviour, name="behaviour_logits"),
-        path.stem,
-    )
+        policy = tabular(automaton, logits("policy_logits"))
+    behaviour = log_probs("behaviour_logits") if "behaviour_logits" in arrays else None
+    return PolicyPair(automaton, policy, log_probs("reference_logits"), behaviour, name)
 
 
 def _import_module(name: str) -> Any:
@@ -340,9 +392,12 @@ def load_function(name: str) -> PolicyPair:
     module_name, _, function_name = name.rpartition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")  # a console script does not look in the working directory
+    if not module_name or not function_name:
+        raise ValueError(f"{name!r} must be MODULE:FUNCTION")
     try:
-        pair = getattr(_import_module(module_name), function_name)()
-    except Exception as error:
+        with redirect_stdout(sys.stderr):  # what their code prints must not end up in our output
+            pair = getattr(_import_module(module_name), function_name)()
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{name} gave no pair: {type(error).__name__}: {error}") from error
     if not isinstance(pair, PolicyPair):
         raise ValueError(f"{name}() returned {type(pair).__name__}, not a klgrad.synth.policies.PolicyPair")

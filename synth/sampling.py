@@ -16,7 +16,7 @@ Shapes: E edges (context, token) in use, U units, d parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any
@@ -209,7 +209,7 @@ def _largest_count_block(edges: Edges, contexts: int, longest: int) -> int:
 
     A path through E edges has at most E minus contexts plus one free counts; outcomes grow with their power.
     """
-    free = max(len(edges) - np.count_nonzero(np.bincount(edges.context)), 1)
+    free = max(len(edges) - int(np.count_nonzero(np.bincount(edges.context))), 1)
     few = int((_COUNT_OUTCOMES * math.factorial(free)) ** (1 / free))
     packed = int(2.0 ** ((62 - 2 * math.log2(contexts)) / max(len(edges), 1))) - 1
     return max(1, min(longest, few, packed))
@@ -300,7 +300,7 @@ class Sampler:
             return self._paths(length, units, size, rng)
         draw = self._counts if self.name == "counts" else self._ordered
         most = max(1, _BATCH_SEQUENCES // units)  # large units come in parts, so memory does not grow with N
-        return _total([draw(length, units, min(most, size - first), rng) for first in range(0, size, most)])
+        return _total(draw(length, units, min(most, size - first), rng) for first in range(0, size, most))
 
     def outcomes(self, length: int, n: int, rng: np.random.Generator) -> Iterator[tuple[Block, np.ndarray]]:
         """Yield ``(block, outcome [n])`` for each block of n sequences of the length."""
@@ -401,12 +401,13 @@ class Sampler:
 
     def _paths(self, length: int, units: int, size: int, rng: np.random.Generator) -> list[Sums]:
         rows = max(1, _BATCH_TOKENS // length)
-        parts = []
-        for first in range(0, units * size, rows):
+
+        def part(first: int) -> list[Sums]:
             unit = np.arange(first, min(first + rows, units * size)) // size
             batch = _Batch(self.paths(length, len(unit), rng), unit, units, len(self.edges), self.log_rho)
-            parts.append([batch.sums(table) for table in self.tables])
-        return _total(parts)
+            return [batch.sums(table) for table in self.tables]
+
+        return _total(map(part, range(0, units * size, rows)))
 
 
 class _Batch:
@@ -462,9 +463,9 @@ class _Batch:
         return np.bincount(self.unit, each, self.units)
 
 
-def _total(parts: list[list[Sums]]) -> list[Sums]:
-    """Sums over batches, configuration by configuration."""
-    return [reduce(_plus, each) for each in zip(*parts, strict=True)]
+def _total(parts: Iterable[list[Sums]]) -> list[Sums]:
+    """Sums over batches, configuration by configuration; one batch is held at a time."""
+    return reduce(lambda a, b: [_plus(x, y) for x, y in zip(a, b, strict=True)], parts)
 
 
 def _scaled(sums: Sums, configuration: Configuration) -> Sums:

@@ -42,11 +42,18 @@ def test_verdicts_on_policy(name):
     [
         ("k1-in-reward", "other"), ("k1-in-loss", "other"), ("k3-in-loss+token-ratio", "token-forward"),
         ("k3-in-both+token+token-ratio", "token"), ("k1-in-reward+prefix-ratio", "sequence"),
+        ("k3-in-loss+prefix-ratio", "token-forward"), ("k3-in-both+token+sequence-ratio", "token"),
+        ("full-in-loss+prefix-ratio", "token"), ("full-in-reward+prefix-ratio", "future"),
         ("k3-in-both+sequence-ratio", "sequence"), ("k1-in-loss+token-ratio", "zero"), ("full-in-loss", "token"),
     ],
 )  # fmt: skip
 def test_verdicts_off_policy(name, expected):
     assert verdict(parse(name), off_policy=True).name == expected
+
+
+def test_the_phrase_says_whose_prefixes():
+    assert verdict(parse("full-in-loss"), off_policy=True).phrase == "token on stale prefixes"
+    assert verdict(parse("full-in-loss+prefix-ratio"), off_policy=True).phrase == "token"
 
 
 @pytest.mark.parametrize("name", ["k3-in-reward", "full-in-reward", "k1-in-reward+divide=4"])

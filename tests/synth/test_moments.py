@@ -336,5 +336,7 @@ def test_bad_requests_are_refused(options, message):
 
 
 def test_groups_must_divide_the_samples():
-    with pytest.raises(ValueError, match=r"loo=3: 10 samples cannot be split into groups of 3; give a multiple"):
+    with pytest.raises(
+        ValueError, match=r"loo=3: 10 samples cannot be split into groups of 3: give samples in a multiple"
+    ):
         moments(TINY.pair, [parse("k1-in-reward+loo=3")], [2], samples=10)
