@@ -247,3 +247,115 @@ def test_the_module_runs_as_a_script():
     done = subprocess.run([sys.executable, "-m", "klgrad.cli", "--help"], capture_output=True, text=True, check=True)
     assert "figure1" in done.stdout
     assert Path(cli.__file__).name == "cli.py"
+
+
+# ---------------------------------------------------------------------------------- faults that readers have found
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("import sys\n    sys.exit(0)", "SystemExit"),
+        ("raise RuntimeError('no')", "RuntimeError: no"),
+        ("return None", "NoneType"),
+    ],
+)
+def test_a_function_that_gives_no_pair_is_one_sentence(tmp_path, body, words):
+    (tmp_path / "m.py").write_text(f"def make():\n    {body}\n")
+    done = run("exact", "--pair", f"{tmp_path / 'm.py'}:make")
+    assert done.exit_code == 2
+    assert words in done.stderr
+
+
+def test_what_a_users_module_prints_stays_out_of_our_output(tmp_path):
+    (tmp_path / "m.py").write_text(
+        "from klgrad.synth.presets import preset\n"
+        "print('loading')\n"
+        "def make():\n    print('hi')\n    return preset('near')\n"
+    )
+    done = run("exact", "--pair", f"{tmp_path / 'm.py'}:make", "--lengths", "2", "--json")
+    assert json.loads(done.stdout)[0]["length"] == 2
+    assert "hi" in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--preset", "--pair", "--behaviour"])
+def test_an_empty_option_is_not_the_default(option):
+    """A script with an unset variable must not get another model's numbers."""
+    assert run("exact", option, "").exit_code == 2
+
+
+def test_another_command_leaves_the_blocks_of_an_interrupted_one(tmp_path):
+    kept = tmp_path / cli.STORE / "of-another-request" / "length-5-trial-0.npz"
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(b"")
+    assert run("compare", "--out", tmp_path, "--lengths", "2", *SMALL).exit_code == 0
+    assert kept.exists()
+    assert [p.name for p in (tmp_path / cli.STORE).iterdir()] == ["of-another-request"]
+
+
+def test_an_interruption_while_drawing_keeps_the_blocks(tmp_path, monkeypatch):
+    import klgrad.figures
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(klgrad.figures, "save_figure", stop)
+    done = run("figure1", "--out", tmp_path, "--lengths", "2", *SMALL)
+    assert done.exit_code == 130
+    assert "finished blocks are kept" in done.stderr
+    assert len(list((tmp_path / cli.STORE).rglob("*.npz"))) == 2
+
+
+def test_an_interruption_with_nothing_stored_claims_nothing(monkeypatch):
+    from klgrad.analysis import results
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(results, "compare", stop)
+    done = run("compare", "--lengths", "2")
+    assert (done.exit_code, done.stderr.strip()) == (130, "interrupted")
+
+
+def test_one_overflow_does_not_spoil_the_others(tmp_path):
+    steep = np.array([[0.0, 800.0], [800.0, 0.0]])
+    np.savez(tmp_path / "steep.npz", **pair_arrays(policy_logits=steep, reference_logits=-steep))
+    done = run(
+        "compare", "--pair", tmp_path / "steep.npz", "--lengths", "4", "--exact-only", "--json",
+        "--config", "k1-in-reward", "--config", "k3-in-loss",
+    )  # fmt: skip
+    k1, k3 = json.loads(done.stdout)
+    assert k1["estimate"] == pytest.approx(3200)
+    assert k3["variance"] is None
+    assert done.stderr == "note: k3-in-loss: beyond double precision on this pair\n"
+
+
+def test_a_behaviour_that_never_samples_a_token_is_said(tmp_path):
+    gap = np.array([[0.0, -np.inf], [0.0, 0.0]])
+    np.savez(tmp_path / "gap.npz", **pair_arrays(behaviour_logits=gap))
+    done = run(
+        "compare", "--pair", tmp_path / "gap.npz", "--lengths", "3", "--exact-only",
+        "--config", "k1-in-reward+prefix-ratio",
+    )  # fmt: skip
+    assert "in context 0 the behaviour policy never samples token 1" in done.stderr
+    assert run("compare", "-q", "--pair", tmp_path / "gap.npz", "--lengths", "3", "--exact-only").stderr == ""
+
+
+def test_the_manifest_names_the_sampler(tmp_path):
+    run("compare", "--out", tmp_path, "--lengths", "2", "--config", "k1-in-reward+rtg", *SMALL)
+    manifest = json.loads((tmp_path / "compare.json").read_text())["manifest"]
+    assert manifest["request"]["samplers"] == {"near": "ordered"}
+
+
+def test_impossible_amounts_are_refused():
+    assert "past the limit" in run("compare", "--samples", 10**12, "--lengths", "3").stderr
+    assert "take fewer trials" in run("compare", "--trials", 10**9, "--lengths", "3", "--samples", "2").stderr
+
+
+def test_the_readme_shows_files_that_exist():
+    import re
+
+    root = Path(cli.__file__).parent
+    named = re.findall(r"\]\(([^)#:]+)\)", (root / "README.md").read_text())
+    assert "docs/figure1.png" in named
+    assert all((root / name).exists() for name in named), named

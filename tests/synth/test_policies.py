@@ -400,3 +400,31 @@ def test_functions_that_give_no_pair_are_refused(source, function, message):
 def test_names_that_lead_nowhere_are_refused(name, message):
     with pytest.raises(ValueError, match=message):
         load_pair(name)
+
+
+@pytest.mark.parametrize("distance", [20.0, 40.0, 300.0])
+def test_near_certain_tokens_keep_their_distance_to_one(distance):
+    """1 - p of a token at p = 1 - exp(-distance), to 13 digits; 1 - exp(log p) would have none left."""
+    automaton = automata.Automaton(np.zeros((1, 2), int))
+    logits = np.array([[0.0, distance]])
+    features = np.array([[[0.0], [1.0]]])
+    expected = np.exp(-distance) / (1 + np.exp(-distance))
+    for score in (
+        tabular(automaton, logits).scores[0, 1, 1],
+        linear(automaton, features, logits[0, 1:]).scores[0, 1, 0],
+    ):
+        assert score == pytest.approx(expected, rel=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("log_probs", "words"),
+    [(np.zeros((1, 2)), "do not sum to one"), (np.full((1, 2), np.nan), "do not sum to one")],
+)
+def test_a_pair_made_by_hand_is_checked(log_probs, words):
+    automaton = automata.Automaton(np.zeros((1, 2), int))
+    good = tabular(automaton, np.zeros((1, 2)))
+    for policy, reference in ((good, log_probs), (Policy(log_probs, good.scores, good.theta), good.log_probs)):
+        with pytest.raises(ValueError, match=words):
+            PolicyPair(automaton, policy, reference)
+    with pytest.raises(ValueError, match="scores have shape"):
+        PolicyPair(automaton, Policy(good.log_probs, good.scores[:, :1], good.theta), good.log_probs)
