@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,6 +25,8 @@ from klgrad.synth.policies import PolicyPair
 from klgrad.synth.sampling import Sampler, estimates
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from jaxtyping import Float
 
 FORMAT = 1  # of stored blocks: raise it when the same seed gives other numbers

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +16,8 @@ import numpy as np
 from klgrad.synth.automata import Automaton
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from jaxtyping import Bool, Float
 
 MAX_SCORE_ENTRIES = 1 << 28
@@ -289,7 +290,7 @@ _OPTIONAL = ("behaviour_logits", "features", "theta")
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    import zipfile
+    import zipfile  # here, as pathlib below: loading is not what start-up should pay for
 
     try:
         with path.open("rb") as file:
@@ -316,6 +317,8 @@ def load_npz(path: str | Path) -> PolicyPair:
     Raises:
         ValueError: for a file that is not such an archive, naming what is missing or wrong.
     """
+    from pathlib import Path
+
     path = Path(path)
     arrays = _read_npz(path)
     parametric = "features" in arrays or "theta" in arrays
@@ -360,6 +363,7 @@ def _assemble(name: str, arrays: dict[str, np.ndarray]) -> PolicyPair:
 
 def _import_module(name: str) -> Any:
     import importlib.util
+    from pathlib import Path
 
     if not name.endswith(".py"):
         return importlib.import_module(name)
@@ -377,6 +381,8 @@ def load_log_probs(path: str | Path, key: str) -> Float[np.ndarray, "S V"]:
     Raises:
         ValueError: for a file that is not an archive or lacks the key.
     """
+    from pathlib import Path
+
     arrays = _read_npz(Path(path))
     if key not in arrays:
         raise ValueError(f"{path} has no {key}: it has {', '.join(arrays) or 'nothing'}")
