@@ -155,7 +155,7 @@ def count_blocks(pair: PolicyPair, edges: Edges, sizes: Sequence[int]) -> dict[i
     for k in range(1, longest + 1):
         place, key = np.divmod(state, radix[E])
         origin, now = np.divmod(place, contexts)
-        source, token = np.nonzero((edges.number[now] < E) | ((now == automaton.end)[:, None] & _first(automaton)))
+        source, token = _moves(automaton, edges, now)
         came, to = now[source], automaton.next_context[now[source], token]
         emitted = probability[source] * np.where(came == automaton.end, 1.0, probs[came, token])
         state = (origin[source] * contexts + to) * radix[E] + key[source] + step[came, token]
@@ -170,9 +170,11 @@ def count_blocks(pair: PolicyPair, edges: Edges, sizes: Sequence[int]) -> dict[i
     return blocks
 
 
-def _first(automaton: Automaton) -> np.ndarray:
-    """``[V]`` True for token 0: what stands for padding after the end."""
-    return np.arange(automaton.vocabulary) == 0
+def _moves(automaton: Automaton, edges: Edges, now: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``(source, token)`` of every way on from the contexts ``now``; after the end, token 0 stands for padding."""
+    padding = np.arange(automaton.vocabulary) == 0
+    source, token = np.nonzero((edges.number[now] < len(edges)) | ((now == automaton.end)[:, None] & padding))
+    return source, token
 
 
 def path_blocks(pair: PolicyPair, edges: Edges, sizes: Sequence[int], *, ordered: bool) -> dict[int, Block]:
@@ -183,7 +185,7 @@ def path_blocks(pair: PolicyPair, edges: Edges, sizes: Sequence[int], *, ordered
     path, probability = np.zeros((automaton.contexts, 0), np.int32), np.ones(automaton.contexts)
     blocks: dict[int, Block] = {}
     for k in range(1, max(sizes) + 1):
-        source, token = np.nonzero((edges.number[now] < E) | ((now == automaton.end)[:, None] & _first(automaton)))
+        source, token = _moves(automaton, edges, now)
         edge = edges.number[now[source], token].astype(np.int32)
         path = np.column_stack([path[source], edge])
         probability = probability[source] * np.where(edge == E, 1.0, probs[now[source], token])
