@@ -1,0 +1,189 @@
+"""Options that commands share, and what they stand for: the pair, its lengths, the configurations."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from klgrad.commands.display import notes
+
+if TYPE_CHECKING:
+    from klgrad.synth.configurations import Configuration
+    from klgrad.synth.policies import PolicyPair
+
+DEFAULT = tuple(f"{name}-in-{placement}" for name in ("k1", "k3") for placement in ("reward", "loss", "both"))
+DEFAULT_PRESET = "near"
+MAX_LENGTH = 1_000_000
+
+Command = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Which pair: a preset, a file or function of the user's, and who samples."""
+
+    preset: str | None
+    pair: str | None
+    behaviour: str | None
+
+    @property
+    def preset_name(self) -> str:
+        """The preset asked for, or the default one; an empty name is a name, and unknown."""
+        return DEFAULT_PRESET if self.preset is None else self.preset
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How to sample."""
+
+    trials: int
+    samples: int
+    seed: int
+    workers: int | None
+    quiet: bool
+
+    @property
+    def request(self) -> dict[str, int]:
+        """What decides the numbers."""
+        return {"trials": self.trials, "samples": self.samples, "seed": self.seed}
+
+    @property
+    def threads(self) -> int:
+        """Threads to use; the numbers do not depend on them."""
+        return self.workers or min(4, os.cpu_count() or 1)
+
+
+class Lengths(click.ParamType[list[int]]):
+    """``5:20`` (both ends), ``5:20:5`` (with a step), ``5,10,20``, or a mix."""
+
+    name = "lengths"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+        """Sorted lengths without repeats."""
+        if isinstance(value, list):
+            return value
+        found: set[int] = set()
+        for piece in str(value).split(","):
+            try:
+                numbers = [int(number) for number in piece.split(":")]
+            except ValueError:
+                numbers = []
+            if not 1 <= len(numbers) <= 3:
+                raise ValueError(f"{value!r} is no list of lengths: write 5:20 (both ends), 5:20:5, or 5,10,20")
+            first, last, step = numbers[0], numbers[min(1, len(numbers) - 1)], numbers[2] if len(numbers) == 3 else 1
+            if first < 1 or last < first or step < 1:
+                raise ValueError(f"{piece!r} is no range of lengths: it starts at 1 or more and does not run backwards")
+            if last > MAX_LENGTH:
+                raise ValueError(f"length {last} is past the limit of {MAX_LENGTH:,}")
+            found.update(range(first, last + 1, step))
+        return sorted(found)
+
+
+def grouped(name: str, kind: type, *options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several options that reach the command as one object."""
+    fields = list(kind.__dataclass_fields__)  # type: ignore[attr-defined]
+
+    def apply(command: Command) -> Command:
+        @wraps(command)
+        def gathered(**given: Any) -> Any:
+            return command(**{name: kind(**{field: given.pop(field) for field in fields})}, **given)
+
+        wrapped: Command = gathered
+        for option in reversed(options):
+            wrapped = option(wrapped)
+        return wrapped
+
+    return apply
+
+
+pair_options = grouped(
+    "source",
+    Source,
+    click.option("--preset", metavar="NAME", help="A published pair; `klgrad presets` lists them."),
+    click.option("--pair", metavar="FILE|MODULE:FUNCTION", help="Your own pair: FILE.npz or MODULE:FUNCTION."),
+    click.option(
+        "--behaviour",
+        metavar="POLICY",
+        help="Who samples: policy, reference, uniform, or FILE.npz with behaviour_logits [S, V]. Default: the pair's.",
+    ),
+)
+lengths_option = click.option(
+    "--lengths",
+    type=Lengths(),
+    metavar="LENGTHS",
+    help="5:20 (both ends), 5:20:5 or 5,10,20. Default: the preset's own.",
+)
+config_option = click.option(
+    "--config",
+    "configs",
+    multiple=True,
+    metavar="NAME",
+    help="ESTIMATOR-in-PLACEMENT[+option]; may be repeated. Default: k1 and k3 in reward, loss and both.",
+)
+sampling_options = grouped(
+    "drawing",
+    Drawing,
+    click.option("--trials", type=int, default=200, show_default=True, help="Gradient estimates per length."),
+    click.option("--samples", type=int, default=1000, show_default=True, help="Sequences per estimate (N)."),
+    click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Same seed, same numbers."),
+    click.option(
+        "--workers",
+        type=click.IntRange(min=1),
+        default=None,
+        help="Threads; the numbers do not depend on it. Default: the CPUs, up to 4.",
+    ),
+    click.option("-q", "--quiet", is_flag=True, help="No progress, notes or summary."),
+)
+out_option = click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("out"), show_default=True, help="Folder to write to."
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
+
+
+def pair_of(source: Source, length: int) -> PolicyPair:
+    from klgrad.synth.policies import load_pair
+    from klgrad.synth.presets import preset
+
+    if source.preset is not None and source.pair is not None:
+        raise ValueError("give --preset or --pair, not both")
+    pair = preset(source.preset_name, length) if source.pair is None else load_pair(source.pair)
+    return pair if source.behaviour is None else _behaviour(pair, source.behaviour)
+
+
+def _behaviour(pair: PolicyPair, behaviour: str) -> PolicyPair:
+    import numpy as np
+
+    from klgrad.synth.policies import load_log_probs, log_softmax, with_behaviour
+
+    if behaviour == "policy":
+        return with_behaviour(pair, None)
+    if behaviour == "reference":
+        return with_behaviour(pair, pair.reference)
+    if behaviour == "uniform":
+        return with_behaviour(pair, log_softmax(np.zeros(pair.reference.shape)))
+    if behaviour.endswith(".npz"):
+        return with_behaviour(pair, load_log_probs(behaviour, "behaviour_logits"))
+    raise ValueError(f"--behaviour {behaviour!r} is none of policy, reference, uniform, FILE.npz")
+
+
+def lengths_of(lengths: list[int] | None, source: Source) -> list[int]:
+    from klgrad.synth.presets import PRESETS
+
+    if lengths:
+        return lengths
+    known = source.pair is None and source.preset_name in PRESETS
+    return list(PRESETS[source.preset_name].lengths) if known else list(range(5, 21))
+
+
+def configurations_of(names: Sequence[str], pairs: Sequence[PolicyPair], quiet: bool) -> list[Configuration]:
+    from klgrad.synth.configurations import parse
+
+    found = list(dict.fromkeys(parse(name) for name in names or DEFAULT))
+    notes((c for pair in pairs for configuration in found for c in configuration.cautions(pair)), quiet)
+    return found

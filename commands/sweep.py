@@ -1,0 +1,97 @@
+"""The one sweep behind figure1, growth and compare: pairs x configurations x lengths, saved whole, resumable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from klgrad.commands.display import Progress, notes
+from klgrad.commands.options import Drawing, Source, configurations_of, lengths_of, pair_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from klgrad.synth.configurations import Configuration
+    from klgrad.synth.policies import PolicyPair
+
+FIGURE_PRESETS = ("near", "far")  # the rows of Figure 1 when no pair is named
+STORE = ".klgrad-blocks"
+
+
+def figure_rows(source: Source) -> list[Source]:
+    """The pairs of a figure, one row each."""
+    named = source.preset is not None or source.pair is not None
+    return [source] if named else [Source(name, None, source.behaviour) for name in FIGURE_PRESETS]
+
+
+def sweep(
+    command: str,
+    sources: Sequence[Source],
+    lengths: list[int] | None,
+    configs: Sequence[str],
+    drawing: Drawing,
+    out: Path | None,
+    *,
+    exact_only: bool,
+    draw: Callable[[pd.DataFrame], str] | None = None,
+) -> pd.DataFrame:
+    """The table of all pairs; with ``out`` drawn, saved as ``command.csv`` and ``.json``, and resumable until then."""
+    import pandas as pd
+
+    from klgrad.analysis import results
+    from klgrad.analysis.montecarlo import check_counts, store_of
+
+    check_counts(drawing.trials, drawing.samples)
+    wanted = [lengths_of(lengths, source) for source in sources]
+    pairs = [pair_of(source, max(each)) for source, each in zip(sources, wanted, strict=True)]
+    configurations = configurations_of(configs, pairs, drawing.quiet)
+    store = None if out is None else results.writable_folder(out) / STORE
+    frames = []
+    try:
+        for pair, each in zip(pairs, wanted, strict=True):
+            with Progress(pair.name, drawing.quiet) as progress:
+                table = results.compare(
+                    pair, configurations, each,
+                    exact_only=exact_only, workers=drawing.threads, store=store, progress=progress, **drawing.request,
+                )  # fmt: skip
+            frames.append(table)
+        frame = pd.concat(frames, ignore_index=True)
+        notes((f"{c}: beyond double precision on this pair" for c in results.beyond_float64(frame)), drawing.quiet)
+        if out is not None and store is not None:
+            caption = draw(frame) if draw else ""
+            request = _request(sources, pairs, configurations, wanted, drawing, exact_only)
+            results.save(frame, results.manifest(f"klgrad {command}", pairs, request), out / command)
+            for pair in pairs:  # only now: until here an interruption loses nothing
+                results.forget(store_of(store, pair, configurations, **drawing.request))
+            if draw and not drawing.quiet:
+                written = ", ".join(str(out / f"{command}.{kind}") for kind in ("png", "pdf", "csv", "json"))
+                click.echo("\n".join(filter(None, [caption, f"wrote {written}"])))
+    except KeyboardInterrupt:
+        kept = store is not None and store.exists()
+        where = f": finished blocks are kept in {store}; the same command goes on from them" if kept else ""
+        raise KeyboardInterrupt(where) from None
+    return frame
+
+
+def _request(
+    sources: Sequence[Source],
+    pairs: Sequence[PolicyPair],
+    configurations: Sequence[Configuration],
+    lengths: list[list[int]],
+    drawing: Drawing,
+    exact_only: bool,
+) -> dict[str, Any]:
+    """What was asked, for the manifest, with the sampler that each pair's request chose."""
+    from klgrad.synth.sampling import sampler_name
+
+    return {
+        "sources": [vars(source) for source in sources],
+        "configurations": [str(c) for c in configurations],
+        "lengths": lengths,
+        "exact_only": exact_only,
+        "samplers": {} if exact_only else {pair.name: sampler_name(pair, configurations) for pair in pairs},
+        **drawing.request,
+    }
