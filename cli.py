@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-COMMANDS = ("figure1", "growth", "compare", "exact", "table1", "estimators", "presets")
+COMMANDS = ("check", "figure1", "growth", "compare", "exact", "table1", "estimators", "presets")
 
 
 class BadInput(click.ClickException):

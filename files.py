@@ -1,10 +1,10 @@
-"""Writing files whole or not at all."""
+"""Files: written whole or not at all, and Python modules loaded from where a user names them."""
 
 from __future__ import annotations
 
 import os
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,3 +28,35 @@ def write_whole(path: Path, content: bytes) -> None:
         with suppress(OSError):
             os.unlink(name)
         raise
+
+
+def load_module(place: str) -> Any:
+    """The module ``FILE.py`` or ``package.module``, with its neighbours importable as for ``python FILE.py``.
+
+    Raises:
+        ImportError: when there is no such file; whatever importing it raises.
+    """
+    import importlib.util
+    import sys
+    from pathlib import Path
+
+    path = Path(place)
+    folder = str(path.resolve().parent if place.endswith(".py") else Path.cwd())
+    sys.path.insert(0, folder)
+    try:
+        if not place.endswith(".py"):
+            return importlib.import_module(place)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None or not path.is_file():
+            raise ImportError(f"there is no file {place}")
+        module = importlib.util.module_from_spec(spec)
+        known = sys.modules.get(path.stem)
+        sys.modules[path.stem] = module  # what looks its own module up, such as a dataclass, finds it
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            if known is not None:
+                sys.modules[path.stem] = known
+        return module
+    finally:
+        sys.path.remove(folder)

@@ -7,6 +7,7 @@ coefficients that fit every probe to rounding are a verdict.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -92,7 +93,7 @@ def verdict(configuration: Configuration, *, off_policy: bool = False) -> Verdic
         return Verdict("other", "other", None)
     weights = np.where(np.abs(weights) < TOLERANCE, 0.0, weights)
     coefficients = tuple(float(w) for w in weights)
-    return Verdict(_name(coefficients), _phrase(coefficients), coefficients)
+    return Verdict(_name(coefficients), phrase(coefficients), coefficients)
 
 
 def _name(weights: tuple[float, ...]) -> str:
@@ -116,11 +117,12 @@ def _is_future(weights: tuple[float, ...]) -> bool:
     return bool(np.allclose(weights, (1, -1, *(0,) * (len(weights) - 2)), rtol=0, atol=TOLERANCE))
 
 
-def _phrase(weights: tuple[float, ...]) -> str:
-    if _is_future(weights):
+def phrase(weights: Sequence[float], fields: Sequence[str] = STALE_FIELDS) -> str:
+    """The combination in words: ``sequence - token-forward``."""
+    if fields is STALE_FIELDS and _is_future(tuple(weights)):
         return "future"
     text = ""
-    for weight, field in zip(weights, STALE_FIELDS, strict=False):
+    for weight, field in zip(weights, fields, strict=False):
         if weight == 0:
             continue
         size = "" if abs(abs(weight) - 1) < TOLERANCE else f"{abs(weight):.4g} "

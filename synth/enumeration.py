@@ -309,7 +309,7 @@ def expected_loss_gradient(
                     "take a shorter length or a smaller group"
                 )
             objective = sum(
-                weight[list(index)].detach().prod() * loss(_rows(batch, list(index)))
+                weight[list(index)].detach().prod() * loss(rows_of(batch, list(index)))
                 for index in itertools.product(range(len(batch.tokens)), repeat=group)
             )
         if not getattr(objective, "requires_grad", False):
@@ -319,5 +319,6 @@ def expected_loss_gradient(
     return total
 
 
-def _rows(batch: Batch, index: list[int]) -> Batch:
+def rows_of(batch: Batch, index: Any) -> Batch:
+    """The batch of some of the rows."""
     return Batch(**{name: getattr(batch, name)[index] for name in Batch.__dataclass_fields__})

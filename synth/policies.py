@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from klgrad.files import load_module
 from klgrad.synth.automata import Automaton
 
 if TYPE_CHECKING:
@@ -361,20 +362,6 @@ def _assemble(name: str, arrays: dict[str, np.ndarray]) -> PolicyPair:
     return PolicyPair(automaton, policy, log_probs("reference_logits"), behaviour, name)
 
 
-def _import_module(name: str) -> Any:
-    import importlib.util
-    from pathlib import Path
-
-    if not name.endswith(".py"):
-        return importlib.import_module(name)
-    spec = importlib.util.spec_from_file_location(Path(name).stem, name)
-    if spec is None or spec.loader is None or not Path(name).exists():
-        raise ImportError(f"{name} does not exist")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def load_log_probs(path: str | Path, key: str) -> Float[np.ndarray, "S V"]:
     """``[S, V]`` log-probs from the logits under one key of an ``.npz`` file (read without pickle).
 
@@ -402,7 +389,7 @@ def load_function(name: str) -> PolicyPair:
         raise ValueError(f"{name!r} must be MODULE:FUNCTION")
     try:
         with redirect_stdout(sys.stderr):  # what their code prints must not end up in our output
-            pair = getattr(_import_module(module_name), function_name)()
+            pair = getattr(load_module(module_name), function_name)()
     except (Exception, SystemExit) as error:
         raise ValueError(f"{name} gave no pair: {type(error).__name__}: {error}") from error
     if not isinstance(pair, PolicyPair):

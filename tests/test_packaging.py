@@ -34,7 +34,9 @@ def files(folder=ROOT):
 
 def packages():
     """The folders that are packages, as declared."""
-    return [name.partition(".")[2] for name in PROJECT["tool"]["setuptools"]["packages"] if "." in name]
+    return [
+        name.partition(".")[2].replace(".", "/") for name in PROJECT["tool"]["setuptools"]["packages"] if "." in name
+    ]
 
 
 def run(command, folder, environment=None):
@@ -94,10 +96,14 @@ def test_wheel_imports_on_its_own(wheel):
 
 
 def test_every_folder_of_the_package_is_declared():
-    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    found = [*ROOT.glob("*/__init__.py"), *ROOT.glob("*/*/__init__.py")]
+    folders = {path.parent.relative_to(ROOT).as_posix() for path in found if ".venv" not in path.parts}
     assert folders == set(packages())
-    assert PROJECT["tool"]["setuptools"]["package-dir"] == {"klgrad": ".", **{f"klgrad.{f}": f for f in folders}}
-    assert set(PROJECT["tool"]["mypy"]["packages"]) == {f"klgrad.{f}" for f in folders}
+    assert PROJECT["tool"]["setuptools"]["package-dir"] == {
+        "klgrad": ".",
+        **{f"klgrad.{f.replace('/', '.')}": f for f in folders},
+    }
+    assert set(PROJECT["tool"]["mypy"]["packages"]) == {f"klgrad.{f}" for f in folders if "/" not in f}
 
 
 def test_the_root_is_no_package_of_its_own():

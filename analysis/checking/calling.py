@@ -1,0 +1,109 @@
+"""A safe call of somebody's function: whatever it does becomes one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import signal
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from klgrad.analysis.checking.signature import Plan
+
+
+class Fault(Exception):
+    """What a function did wrong, in one sentence.
+
+    Args:
+        sentence: what it did, and the mend.
+        detail: its traceback.
+        kind: ``raises``, ``shape`` or ``other``; only what raises is tried in another way.
+    """
+
+    def __init__(self, sentence: str, detail: str = "", kind: str = "other") -> None:
+        super().__init__(sentence)
+        self.detail, self.kind = detail, kind
+
+
+class TimedOut(BaseException):
+    """Raised into a function that runs too long; no ``except Exception`` of its own swallows it."""
+
+
+def guarded(
+    function: Callable[..., Any], how: Plan, arguments: dict[str, Any], timeout: float, notes: list[str]
+) -> Any:
+    """Call it with a time limit, its output kept from the terminal.
+
+    Raises:
+        Fault: when it raises, exits or runs past the timeout.
+    """
+    positional = [arguments[name] for name in how.positional]
+    named = {name: value for name, value in arguments.items() if name not in how.positional}
+    said = io.StringIO()
+    try:
+        with (
+            _limit(timeout), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said),
+            warnings.catch_warnings(), np.errstate(all="ignore"),
+        ):  # fmt: skip
+            warnings.simplefilter("ignore")
+            out = function(*positional, **named)
+    except TimedOut:
+        raise Fault(f"it did not return within {timeout:g} seconds") from None
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        sentence = " ".join(str(error).split())[:200]
+        raise Fault(f"it raises {type(error).__name__}: {sentence}", traceback.format_exc(), "raises") from None
+    if said.getvalue():
+        note(
+            notes,
+            f"it prints, first: {said.getvalue().strip().splitlines()[0][:80]!r}"
+            if said.getvalue().strip()
+            else "it prints",
+        )
+    return out
+
+
+@contextlib.contextmanager
+def _limit(seconds: float) -> Iterator[None]:
+    """Interrupt what runs longer; where signals cannot (other threads, Windows), nothing does."""
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise TimedOut
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def copied(value: Any) -> Any:
+    """A copy of an array, detached; anything else as it is."""
+    if hasattr(value, "detach"):
+        return value.detach().clone()
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def unchanged(before: Any, after: Any) -> bool:
+    """Whether an array still holds what its copy does; NaN equals NaN."""
+    if not (hasattr(after, "detach") or isinstance(after, np.ndarray)):
+        return True
+    a, b = (x.detach() if hasattr(x, "detach") else x for x in (before, after))
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def note(notes: list[str], sentence: str) -> None:
+    """Add the sentence, once."""
+    if sentence not in notes:
+        notes.append(sentence)

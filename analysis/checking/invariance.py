@@ -1,0 +1,223 @@
+"""What must not change the answer: padding, the split and order of a batch, repetition; and what beta must do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from klgrad.analysis.checking.calling import Fault
+from klgrad.analysis.checking.gradient import measure
+from klgrad.analysis.checking.models import Model, models
+from klgrad.analysis.checking.report import Finding
+from klgrad.analysis.checking.subject import Function, Terms
+from klgrad.synth.enumeration import Batch, rows_of
+
+POISONS = (np.nan, np.inf, -np.inf, 1e30, -1e30)
+_LOGS = ("log_probs", "reference", "behaviour")
+_FULL = ("full_log_probs", "full_reference")
+_ROWS = 7
+
+
+def probe() -> Batch:
+    """A few replies of different length, padded."""
+    (m,) = (m for m in models((4,), 1) if m.ends)
+    rng = np.random.default_rng(0)
+    chosen = np.sort(rng.choice(len(m.probability), _ROWS, replace=False))
+    lengths = m.batch.mask[chosen].sum(axis=1)
+    assert lengths.min() < lengths.max()
+    return rows_of(m.batch, chosen)
+
+
+def is_coupled(subject: Function) -> tuple[bool, float]:
+    """Whether rows of a batch depend on each other, and by how much (relative)."""
+    batch = probe()
+    whole = subject.evaluate(batch, differentiate=False).value
+    parts = [subject.evaluate(rows_of(batch, [i]), differentiate=False).value for i in range(_ROWS)]
+    if subject.kind == "loss":
+        each = np.array(parts)
+        size = max(float(np.abs(each).max()), abs(float(whole)), 1e-300)
+        off = min(abs(float(whole) - each.mean()), abs(float(whole) - each.sum())) / size
+        gradient = _loss_gradient_off(subject, batch)
+        off = max(off, gradient)
+    else:
+        joined = np.concatenate(parts)
+        off = float(np.nanmax(np.abs(joined - whole), initial=0.0)) / max(float(np.nanmax(np.abs(joined))), 1e-300)
+    return (bool(off > 100 * subject.tolerance) or not np.isfinite(off)), float(off)
+
+
+def _loss_gradient_off(subject: Function, batch: Batch) -> float:
+    """How far the batch's gradient is from the mean, and from the sum, of its rows'."""
+    whole = _gradient(subject.evaluate(batch))
+    rows = np.concatenate([_gradient(subject.evaluate(rows_of(batch, [i]))) for i in range(_ROWS)])
+    size = max(float(np.abs(whole).max()) * _ROWS, float(np.abs(rows).max()))
+    if size == 0:
+        return 0.0
+    return float(min(np.abs(whole * _ROWS - rows).max(), np.abs(whole - rows).max()) / size)
+
+
+def _gradient(terms: Terms) -> np.ndarray:
+    assert terms.token is not None
+    return terms.token if terms.vocab is None else terms.token + terms.vocab.sum(axis=-1)
+
+
+def examine(subject: Function, *, coupled: bool, off: float) -> list[Finding]:
+    """The invariances' part of a report."""
+    findings: list[Finding] = []
+    batch = probe()
+    for look in (_twice, _poison, _appended, _permuted):
+        findings += look(subject, batch)
+    if coupled:
+        message = (
+            f"rows of a batch depend on each other (by {off:.3g} relative), so micro-batches and ranks disagree with "
+            "the whole batch: a baseline of the group does that by design, a normaliser should use global counts"
+        )
+        findings.append(_finding("warning", message, split=off))
+    if subject.plan.takes("beta"):
+        findings += _beta(subject, batch)
+    shifted = {"rewards", "token_rewards", "advantages", "sequence_advantages"} & set(subject.plan.roles.values())
+    if shifted and not coupled:
+        findings += _shifted(subject)
+    if not any(f.level == "error" for f in findings):
+        findings.insert(0, _finding("info", "padding, order and repetition change nothing"))
+    return findings
+
+
+def _finding(level: str, message: str, **numbers: Any) -> Finding:
+    return Finding("invariance", level, message, numbers)
+
+
+def _real(batch: Batch, terms: Terms) -> np.ndarray:
+    """Value and gradient on the real tokens, as one list."""
+    mask = np.asarray(batch.mask)
+    gradient = _gradient(terms)[mask]
+    vocab = np.zeros(0) if terms.vocab is None else terms.vocab[mask].ravel()
+    value = terms.value[mask] if terms.value.ndim == 2 else terms.value.ravel()
+    return np.concatenate([value, gradient, vocab])
+
+
+def _far(a: np.ndarray, b: np.ndarray, tolerance: float) -> float:
+    """0 where they agree to the tolerance, else the relative difference; NaN against a number counts as 1."""
+    if a.shape != b.shape:
+        return 1.0
+    with np.errstate(invalid="ignore"):
+        difference = np.where(np.isnan(a) != np.isnan(b), np.inf, np.nan_to_num(np.abs(a - b), nan=0.0, posinf=np.inf))
+    size = max(float(np.abs(a[np.isfinite(a)]).max(initial=0.0)), 1e-300)
+    worst = float(difference.max(initial=0.0)) / size
+    return 0.0 if worst <= 100 * tolerance else min(worst, 1e30)
+
+
+def _twice(subject: Function, batch: Batch) -> list[Finding]:
+    a, b = (_real(batch, subject.evaluate(batch)) for _ in range(2))
+    if np.array_equal(a, b, equal_nan=True):
+        return []
+    return [_finding("error", f"the same input gives another result the second time (by {_far(a, b, 0.0):.3g} "
+        "relative): dropout or sampling inside", repeated=_far(a, b, 0.0))]  # fmt: skip
+
+
+def poisoned(batch: Batch, poison: float) -> Batch:
+    """The batch with every log-prob at a padded place replaced."""
+    mask = np.asarray(batch.mask)
+    logs = {name: np.where(mask, getattr(batch, name), poison) for name in _LOGS}
+    full = {name: np.where(mask[..., None], getattr(batch, name), poison) for name in _FULL}
+    return replace(batch, **logs, **full)
+
+
+def _poison(subject: Function, batch: Batch) -> list[Finding]:
+    if subject.kind != "token" and not subject.plan.takes("mask"):
+        return [_finding("warning", "it takes no mask and sums over tokens: padding counts as real; take a mask, and "
+            "use where() with it")]  # fmt: skip
+    clean = _real(batch, subject.evaluate(batch))
+    for poison in POISONS:
+        try:
+            terms = subject.evaluate(poisoned(batch, poison))
+        except Fault as fault:
+            return [_finding("error", f"with {poison:g} at padded places {fault}", poison=str(poison))]
+        far = _far(clean, _real(batch, terms), subject.tolerance)
+        if far:
+            shown = "NaN" if np.isnan(_real(batch, terms)).any() else f"a change of {far:.3g} relative"
+            return [_finding("error", f"{poison:g} at padded places leaks through the mask: {shown} on real tokens; "
+                "multiplying by the mask keeps 0 x inf, use where() before exp()", poison=str(poison))]  # fmt: skip
+        leaks = subject.plan.takes("mask") and terms.raw is not None and terms.raw.ndim == 2
+        if leaks and not np.isfinite(terms.raw).all():  # type: ignore[arg-type]
+            return [_finding("error", f"it takes the mask, and with {poison:g} at padded places returns what is not "
+                "finite there, which spoils any sum; use where() before exp()", poison=str(poison))]  # fmt: skip
+    return []
+
+
+def _appended(subject: Function, batch: Batch) -> list[Finding]:
+    if subject.kind != "token" and not subject.plan.takes("mask"):
+        return []
+    more = 2
+
+    def longer(array: Any, fill: float) -> np.ndarray:
+        return np.concatenate([array, np.full((len(array), more, *array.shape[2:]), fill, array.dtype)], axis=1)
+
+    fills = {"log_probs": -1.3, "reference": -0.4, "behaviour": -0.9, "full_log_probs": -1.1, "full_reference": -1.7}
+    padded = Batch(
+        longer(batch.tokens, 0), longer(batch.mask, False),
+        **{name: longer(getattr(batch, name), fill) for name, fill in fills.items()},
+    )  # fmt: skip
+    a, b = (_real(x, subject.evaluate(x)) for x in (batch, padded))
+    far = _far(a, b, subject.tolerance)
+    if not far:
+        return []
+    return [_finding("error", f"two more padded places change the result by {far:.3g} relative: padding is "
+        "counted as tokens; divide by the mask's sum", appended=far)]  # fmt: skip
+
+
+def _permuted(subject: Function, batch: Batch) -> list[Finding]:
+    order = np.random.default_rng(1).permutation(_ROWS)
+    terms = subject.evaluate(batch)
+    moved = rows_of(batch, order)
+    expected = Terms(
+        terms.value if terms.value.ndim == 0 else terms.value[order],
+        _gradient(terms)[order],
+    )
+    got = subject.evaluate(moved)
+    far = _far(_real(moved, expected), _real(moved, Terms(got.value, _gradient(got))), subject.tolerance)
+    if not far:
+        return []
+    return [_finding("error", f"another order of the batch changes the result by {far:.3g} relative", permuted=far)]
+
+
+def _beta(subject: Function, batch: Batch) -> list[Finding]:
+    zero, half, one, two = (_real(batch, subject.evaluate(batch, beta=b)) for b in (0.0, 0.5, 1.0, 2.0))
+    if np.isnan(zero).any():
+        return [_finding("error", "with beta = 0 it is NaN; return the loss without a KL term")]
+    if np.array_equal(one, two) and np.array_equal(zero, one):
+        return [_finding("error", "the coefficient is accepted and never applied: beta = 0, 1 and 2 give the same")]
+    findings = []
+    far = max(
+        _far(one - zero, 2 * (half - zero), subject.tolerance), _far(one - zero, (two - zero) / 2, subject.tolerance)
+    )
+    if far:
+        findings.append(_finding("error", f"it is not linear in beta (off by {far:.3g} relative): the strength "
+            "is not the coefficient you set", linear_in_beta=far))  # fmt: skip
+    same = replace(batch, reference=batch.log_probs, full_reference=batch.full_log_probs)
+    without = _real(batch, subject.evaluate(same, beta=0.0))
+    if not np.array_equal(zero, without):
+        findings.append(
+            _finding(
+                "error",
+                "with beta = 0 the reference still changes the result: it should equal no KL at all, bit for bit",
+            )
+        )
+    return findings
+
+
+def _shifted(subject: Function) -> list[Finding]:
+    """A constant added to every reward leaves the expected gradient where it was: E[score] = 0."""
+
+    def expected(model: Model, shift: float) -> np.ndarray:
+        return measure(replace(subject, shift=shift), "loss" if subject.kind == "loss" else "both", model).mean
+
+    worst = 0.0
+    for m in models((2,), 1):
+        change = np.linalg.norm(expected(m, 1.0) - expected(m, 0.0)) / np.linalg.norm(m.truth)
+        worst = max(worst, float(change))
+    if worst <= 100 * subject.tolerance:
+        return []
+    return [_finding("warning", f"a constant added to every reward moves the expected gradient by {worst:.3g} of "
+        "the KL's: a score is missing or weighted unevenly", shift=worst)]  # fmt: skip

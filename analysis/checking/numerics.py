@@ -1,0 +1,206 @@
+"""Does it survive large and small log-ratios in every precision: overflow, 0 x inf, cancellation, dead clamps?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from klgrad.analysis.checking.calling import Fault
+from klgrad.analysis.checking.gradient import Subject
+from klgrad.analysis.checking.report import Finding
+from klgrad.analysis.checking.subject import BuiltIn
+from klgrad.analysis.checking.value import one_token
+from klgrad.synth.enumeration import Batch, rows_of
+
+# the largest finite number of each precision
+DTYPES = {"float64": 1.797e308, "float32": 3.4028e38, "bfloat16": 3.3895e38, "float16": 65504.0}
+LARGEST = 200.0
+_SMALL = np.array([1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1])
+_EDGES = np.array(
+    [0.5, 1, 2, 5, 9, 10, 10.5, 11, 11.1, 12, 15, 20, 30, 50, 80, 88, 88.7, 88.8, 89, 90, 100, 150, LARGEST]
+)
+_NEAR = -0.5  # the log-prob of whichever of the two is the likelier
+
+
+@dataclass(frozen=True, eq=False)
+class Sweep:
+    """Value and derivative over log-ratios ``delta [n]`` in one precision, and in float64 at the same inputs."""
+
+    dtype: str
+    delta: np.ndarray
+    value: np.ndarray
+    slope: np.ndarray
+    exact_value: np.ndarray
+    exact_slope: np.ndarray
+
+
+def batch_of(delta: np.ndarray) -> Batch:
+    """Single tokens with these log-ratios."""
+    log_probs = np.where(delta > 0, _NEAR, _NEAR + delta)
+    return one_token(log_probs, np.where(delta > 0, _NEAR - delta, _NEAR))
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How the function is called: all tokens as rows of one batch, one by one, or one among harmless companions."""
+
+    together: bool
+    companions: bool
+    differentiate: bool
+
+
+def manner(subject: Subject, *, coupled: bool) -> Manner:
+    """The way that suits it; numpy functions have no gradient of their own."""
+    differentiate = isinstance(subject, BuiltIn) or subject.backend == "torch"
+    return Manner(subject.kind != "loss" and not coupled, coupled, differentiate)
+
+
+def run(subject: Subject, batch: Batch, dtype: str, how: Manner) -> tuple[np.ndarray, np.ndarray]:
+    """``[n]`` value, and derivative along the sampled token's log-prob (full vocabulary: its size)."""
+    calm = np.argsort(np.abs((batch.log_probs - batch.reference)[:, 0] - 0.5))[:2].tolist()
+    rows = [[i, *(calm if how.companions else [])] for i in range(len(batch.tokens))]
+    values, slopes = [], []
+    for part in [batch] if how.together else [rows_of(batch, row) for row in rows]:
+        terms = subject.evaluate(part, dtype=dtype, differentiate=how.differentiate)
+        slope = np.zeros(len(part.tokens)) if terms.token is None else terms.token[:, 0]
+        if terms.vocab is not None:
+            slope = slope + np.abs(terms.vocab[:, 0]).sum(axis=-1)  # through a softmax the plain sum is always 0
+        own = slice(None) if how.together else slice(1)
+        values.append(np.reshape(terms.by_sequence, -1)[own])
+        slopes.append(slope[own])
+    return np.concatenate(values), np.concatenate(slopes)
+
+
+def rounded(batch: Batch, dtype: str) -> Batch:
+    """The batch with its log-probs rounded to the precision."""
+
+    def cast(a: Any) -> np.ndarray:
+        if dtype == "bfloat16":  # float32 with its last 16 bits rounded to even
+            bits = np.array(a, np.float32).view(np.uint32)
+            return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32).astype(float)
+        return np.array(a, dtype).astype(float)
+
+    kept = {name: getattr(batch, name) for name in Batch.__dataclass_fields__}
+    logs = ("log_probs", "reference", "behaviour", "full_log_probs", "full_reference")
+    return Batch(**{**kept, **{name: cast(kept[name]) for name in logs}})
+
+
+def sweeps(subject: Subject, *, coupled: bool) -> tuple[list[Sweep], list[str]]:
+    """One sweep for each precision the function can be given, and why others cannot."""
+    how = manner(subject, coupled=coupled)
+    size = np.concatenate([_SMALL, _EDGES])
+    delta = np.concatenate([-size[::-1], size])
+    found, refused = [], []
+    for dtype in DTYPES:
+        if dtype == "bfloat16" and not isinstance(subject, BuiltIn) and subject.backend == "numpy":
+            continue  # numpy has no such type
+        batch = rounded(batch_of(delta), dtype)
+        try:
+            value, slope = run(subject, batch, dtype, how)
+        except Fault as fault:
+            refused.append(f"{dtype}: {fault}")
+            continue
+        exact = run(subject, batch, "float64", how)
+        found.append(Sweep(dtype, batch.log_probs[:, 0] - batch.reference[:, 0], value, slope, *exact))
+    return found, refused
+
+
+def examine(subject: Subject, *, coupled: bool, dead: bool) -> list[Finding]:
+    """The numerics' part of a report; ``dead``: it has no gradient at all, which is said elsewhere."""
+    found, refused = sweeps(subject, coupled=coupled)
+    findings = [Finding("numerics", "info", f"not tried in {reason}") for reason in refused]
+    for sweep in found:
+        findings += _of(sweep)
+    if not dead:
+        findings += _flat(subject, coupled=coupled)
+    if not any(f.level == "error" for f in findings):
+        tried = ", ".join(s.dtype for s in found)
+        good = f"no NaN and no avoidable overflow up to |log-ratio| = {LARGEST:g} in {tried}"
+        findings.insert(0, Finding("numerics", "info", good))
+    return findings
+
+
+def _of(sweep: Sweep) -> list[Finding]:
+    largest = DTYPES[sweep.dtype]
+    value, slope, exact = sweep.value, sweep.slope, sweep.exact_value
+    with np.errstate(invalid="ignore"):
+        fits = np.abs(exact) < 0.99 * largest
+        slope_fits = np.abs(sweep.exact_slope) < 0.99 * largest
+    findings = []
+
+    def at(where: np.ndarray) -> str:
+        d = sweep.delta[where]
+        return f"log pi/pi_ref = {d[np.argmin(np.abs(d))]:.4g}" + (" and beyond" if where.sum() > 1 else "")
+
+    def add(level: str, where: np.ndarray, message: str) -> None:
+        if where.any():
+            numbers = {"dtype": sweep.dtype, "log_ratios": sweep.delta[where].tolist()}
+            findings.append(Finding("numerics", level, f"{sweep.dtype}: {message.format(at=at(where))}", numbers))
+
+    nan = np.isnan(value)
+    avoidable = np.isinf(value) & fits & (sweep.dtype != "float64")
+    add(
+        "error",
+        nan,
+        "the value is NaN at {at}: one such token spoils the batch; clamp the argument of exp",
+    )
+    add(
+        "error",
+        avoidable,
+        "the value overflows at {at}, where the exact value fits: an intermediate result is too large",
+    )
+    broken = np.isfinite(value) & np.isnan(slope)
+    add("error", broken, "a finite value with a NaN gradient at {at} (0 x inf in the backward pass): clamp the "
+        "argument of exp, not its result")  # fmt: skip
+    lost = np.isfinite(value) & np.isinf(slope) & slope_fits & (sweep.dtype != "float64")
+    add("error", lost, "the gradient overflows at {at}, where the exact gradient fits")
+    too_large = (np.isinf(value) & ~avoidable) | (np.isfinite(value) & np.isinf(slope) & ~lost)
+    add(
+        "warning",
+        too_large,
+        "it overflows at {at}, past what this precision holds: one such token makes the loss infinite",
+    )
+    small = np.isin(np.round(np.abs(sweep.delta), 12), np.round(_SMALL, 12)) | (np.abs(sweep.delta) < 0.2)
+    if sweep.dtype != "float64":
+        with np.errstate(all="ignore"):
+            relative = np.abs(value - exact) / np.abs(exact)
+        poor = small & (relative > 0.01) & np.isfinite(relative)
+        if poor.any():
+            worst = sweep.delta[poor][np.argmax(np.abs(sweep.delta[poor]))]
+            add(
+                "info",
+                poor,
+                f"near zero it loses its digits: over 1 % off for |log-ratio| up to {abs(worst):.3g}",
+            )
+    return findings
+
+
+def _flat(subject: Subject, *, coupled: bool) -> list[Finding]:
+    """Where a clamp holds the value: there, nothing pulls the policy back."""
+    how = manner(subject, coupled=coupled)
+    delta = np.arange(-LARGEST, LARGEST + 1) + 0.25
+    value, slope = run(subject, batch_of(delta), "float64", how)
+    with np.errstate(invalid="ignore"):
+        step = np.abs(np.diff(value))
+        same = np.append(step == 0, False) | np.append(False, step == 0)
+        # a smooth tail flattens by degrees; a clamp from one place to the next
+        edge = np.flatnonzero(np.diff(same.astype(int)))
+        abrupt = any(step[max(i - 1, 0) : i + 2].max() > 1e-6 * max(1.0, abs(float(value[i]))) for i in edge)
+    held = same & abrupt & (subject.kind != "loss")
+    if how.differentiate:
+        held |= (slope == 0) & np.isfinite(value)
+    share = float(held.mean())
+    if not held.any() or held.all():
+        return []
+    positive, negative = delta[held & (delta > 0)], delta[held & (delta < 0)]
+    ranges = [f"above {positive.min():.3g}" for _ in positive[:1]] + [
+        f"below {negative.max():.3g}" for _ in negative[:1]
+    ]
+    message = (
+        f"a clamp leaves no gradient for log pi/pi_ref {' and '.join(ranges)} ({share:.0%} of the range to "
+        f"{LARGEST:g}): "
+        "the worst drift is not penalised further"
+    )
+    return [Finding("numerics", "warning", message, {"dead_share": share})]

@@ -1,0 +1,116 @@
+"""How noisy is it: against k1-in-reward and the best unbiased configuration, and how heavy is its tail?"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from klgrad.analysis.checking.gradient import Measured, Subject
+from klgrad.analysis.checking.models import Model
+from klgrad.analysis.checking.report import PLACE, Finding
+from klgrad.analysis.checking.value import one_token
+from klgrad.synth.configurations import parse
+from klgrad.synth.moments import moments
+
+BASELINE = "k1-in-reward"
+UNBIASED = (
+    BASELINE, "k1-in-reward+rtg", "k1-in-reward+rtg+optimal-baseline", "k3-in-both", "k3-in-both+rtg",
+    "k3-in-both+rtg+optimal-baseline", "full-in-both", "full-in-both+future", "full-in-both+future+optimal-baseline",
+)  # fmt: skip
+RARE = 1e-4  # the policy's probability of the drifted pair's rare token; the reference's is one half
+TOKENS = 1000
+
+
+@cache
+def _best(model: Model) -> tuple[dict[str, float], str]:
+    """The variance of every unbiased configuration of the list, and the least one's name."""
+    found = moments(model.pair, [parse(name) for name in UNBIASED], [model.length])
+    each = {name: float(m.covariance[0]) for name, m in zip(UNBIASED, found, strict=True) if m.covariance is not None}
+    return each, min(each, key=lambda name: each[name])
+
+
+def examine(
+    measured: dict[str, list[Measured]], target: dict[str, str], error: float
+) -> tuple[dict[str, Any], list[Finding]]:
+    """The variance's part of a report.
+
+    Args:
+        measured: placement -> its gradient on every model.
+        target: placement -> its verdict; only gradients worth having get a count of sequences.
+        error: the relative error of the gradient that the counts are for.
+    """
+    numbers: dict[str, Any] = {"error": error, "best_unbiased": {}}
+    findings = []
+    for placement, each in measured.items():
+        if all(m.dead for m in each) or any(m.variance is None for m in each):
+            continue
+        fixed = [m for m in each if not m.model.ends]
+        to_k1, to_best, needed = {}, {}, {}
+        for length in sorted({m.model.length for m in fixed}):
+            here = [m for m in fixed if m.model.length == length]
+            known = [_best(m.model) for m in here]
+            own = sum(float(m.variance or 0.0) for m in here)
+            to_k1[length] = own / sum(variances[BASELINE] for variances, _ in known)
+            to_best[length] = own / sum(variances[name] for variances, name in known)
+            size = sum(float(m.model.truth @ m.model.truth) for m in here)
+            needed[length] = math.ceil(own / (error**2 * size))
+            numbers["best_unbiased"][length] = known[0][1]
+        numbers[placement] = {
+            "relative_to_k1_in_reward": to_k1, "relative_to_best_unbiased": to_best, "sequences_for_error": needed,
+        }  # fmt: skip
+        last = max(to_k1)
+        to_k1 = {n: 0.0 if ratio < 1e-12 else ratio for n, ratio in to_k1.items()}
+        findings.append(Finding(
+            "variance", "info",
+            f"in the {PLACE[placement]}, {to_k1[last]:.3g} times the variance of {BASELINE} at T = {last} "
+            f"({to_k1[min(to_k1)]:.3g} at T = {min(to_k1)}), {to_best[last]:.3g} times the best unbiased one's "
+            f"({numbers['best_unbiased'][last]}); {needed[last]:,} sequences for a gradient within {error:.0%}",
+            numbers[placement],
+        ))  # fmt: skip
+    numbers["sequences_for_error"] = {p: numbers[p]["sequences_for_error"] for p in measured if p in numbers}
+    return numbers, findings
+
+
+def tail(subject: Subject, *, unbiased: bool) -> tuple[dict[str, Any], list[Finding]]:
+    """What a batch of 1,000 tokens shows where the policy has all but dropped a token the reference likes.
+
+    One token, pi = (1 - 1e-4, 1e-4) against pi_ref = (1/2, 1/2). The count of rare tokens in a batch is binomial,
+    so the median batch is exact. ``unbiased``: the value's expectation is the KL on ordinary pairs.
+    """
+    pi, reference = np.array([1 - RARE, RARE]), np.array([0.5, 0.5])
+    batch = one_token(np.log(pi), np.log(reference))
+    parts = [subject.evaluate(_row(batch, i), differentiate=False).by_sequence for i in range(2)]
+    common, rare = (float(np.reshape(part, -1)[0]) for part in parts)
+    mean = (1 - RARE) * common + RARE * rare
+    spread = RARE * (1 - RARE) * (rare - common) ** 2
+    count = float(stats.binom.median(TOKENS, RARE))
+    median = common + count / TOKENS * (rare - common)
+    carries = RARE * abs(rare) > 0.5 * ((1 - RARE) * abs(common) + RARE * abs(rare))
+    unseen = (1 - RARE) ** TOKENS if carries else RARE**TOKENS
+    numbers = {"rare_token_probability": unseen, "median_batch": median, "mean_batch": mean, "token_variance": spread}
+    kl = float(pi @ (np.log(pi) - np.log(reference)))
+    numbers["kl"] = kl
+    if unbiased and abs(mean - kl) > 1e-6 * kl:
+        message = (
+            f"a clamp hides drift: where the policy has all but dropped a token (probability {RARE:g}; the reference's "
+            f"is 1/2) the expected value is {mean:.4g} and the KL {kl:.4g}"
+        )
+        return numbers, [Finding("variance", "warning", message, numbers)]
+    if not carries:
+        return numbers, []
+    message = (
+        f"a heavy tail: where the policy has all but dropped a token (probability {RARE:g}; the reference's is 1/2), "
+        f"{unseen:.1%} of batches of {TOKENS:,} tokens never see the token that carries the mean: the median batch "
+        f"shows {median:.3g} where the mean is {mean:.3g} (variance per token {spread:.4g}); watch k1 or the full KL"
+    )
+    return numbers, [Finding("variance", "warning", message, numbers)]
+
+
+def _row(batch: Any, i: int) -> Any:
+    from klgrad.synth.enumeration import rows_of
+
+    return rows_of(batch, [i])
