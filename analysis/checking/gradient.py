@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from klgrad.analysis.checking.models import LENGTHS, Model, models, with_reference
+from klgrad.analysis.checking.models import LENGTHS, Model, drifted, models, with_reference
 from klgrad.analysis.checking.report import PLACE, WANTED, Finding
 from klgrad.analysis.checking.subject import BuiltIn, Function
 from klgrad.analysis.verdicts import phrase
@@ -248,10 +248,28 @@ def examine(subject: Subject, target: str, placement: str | None, *, coupled: bo
         wrong = found["verdict"] != target
         level = "error" if wrong and (placement is not None or not reached) else "info"
         numbers = {key: found[key] for key in ("verdict", "scale", "relative_bias", "cosine")}
-        section.findings.append(
-            Finding("gradient", level, f"in the {PLACE[where]}, {sentence(found, target)}", numbers)
-        )
+        message = f"in the {PLACE[where]}, {sentence(found, target)}"
+        section.findings.append(Finding("gradient", level, message, numbers))
+        if not coupled:
+            section.findings.extend(_after_drift(subject, where, found))
     return section
+
+
+def _after_drift(subject: Subject, placement: str, found: dict[str, Any]) -> list[Finding]:
+    """A clamp shows only where policy and reference have come apart."""
+    far = drifted()
+    field, factor = far.fields.get(found["name"]), found["factor"]
+    if field is None or not isinstance(factor, float):
+        return []
+    got = measure(subject, placement, far).mean
+    off = float(np.linalg.norm(got - factor * field) / np.linalg.norm(factor * field))
+    if off <= max(1e-6, 100 * subject.tolerance):
+        return []
+    message = (
+        f"in the {PLACE[placement]}, that holds only while the log-ratios are moderate: on a pair that has drifted "
+        f"apart (log-ratios to 25) it is off by {off:.3g} relative: a clamp, or digits lost"
+    )
+    return [Finding("gradient", "warning", message, {"relative_bias_after_drift": off})]
 
 
 def _single(subject: Subject, placement: str, section: Section) -> dict[str, Any]:

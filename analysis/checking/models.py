@@ -182,6 +182,14 @@ def models(lengths: tuple[int, ...] = LENGTHS, count: int = 2) -> tuple[Model, .
     return tuple(model(pair, length) for pair in pairs(count) for length in lengths)
 
 
+@cache
+def drifted() -> Model:
+    """A pair that has come apart, two tokens long: log-ratios from -25 to 25, where clamps act."""
+    automaton = markov(2, 1, start=(0,))
+    policy, reference = np.array([[0.0, 12.5], [0.4, 0.0]]), np.array([[0.0, -12.5], [0.0, 0.7]])
+    return model(PolicyPair(automaton, tabular(automaton, policy), log_softmax(reference), None, "drifted"), 2)
+
+
 def with_reference(m: Model, log_probs: Float[np.ndarray, "S V"]) -> Model:
     """The same model with another reference."""
     return model(replace(m.pair, reference=log_probs), m.length)

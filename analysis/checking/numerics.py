@@ -21,6 +21,7 @@ _SMALL = np.array([1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1])
 _EDGES = np.array(
     [0.5, 1, 2, 5, 9, 10, 10.5, 11, 11.1, 12, 15, 20, 30, 50, 80, 88, 88.7, 88.8, 89, 90, 100, 150, LARGEST]
 )
+_ROOM = 1 / 32  # of the largest number: what is nearer to it may overflow on the way, by a factor
 _NEAR = -0.5  # the log-prob of whichever of the two is the likelier
 
 
@@ -126,8 +127,8 @@ def _of(sweep: Sweep) -> list[Finding]:
     largest = DTYPES[sweep.dtype]
     value, slope, exact = sweep.value, sweep.slope, sweep.exact_value
     with np.errstate(invalid="ignore"):
-        fits = np.abs(exact) < 0.99 * largest
-        slope_fits = np.abs(sweep.exact_slope) < 0.99 * largest
+        fits = np.abs(exact) < _ROOM * largest
+        slope_fits = np.abs(sweep.exact_slope) < _ROOM * largest
     findings = []
 
     def at(where: np.ndarray) -> str:

@@ -19,6 +19,8 @@ from klgrad.synth.configurations import Configuration
 from klgrad.synth.enumeration import Batch
 
 RETURNS = ("penalty", "reward", "return")
+# relative changes that are lost, what to compare to then, and the precision's name
+_PRECISIONS = ((1e-6, 3e-2, "half"), (1e-11, 1e-4, "single"))
 _STEP = 1e-3  # of the differences: their error is of fourth order
 _DIFFERENCES = ((1, 8 / 12), (2, -1 / 12))
 
@@ -313,16 +315,20 @@ def _probed(subject: Function, probe: Batch) -> Function:
             continue
         if tried.returns == "return" and kind != "token":
             raise ValueError(f"returns = 'return' is one number per token, [B, T]; {tried.name} gives {kind}")
-        if _coarse(tried, probe):
-            note(tried.notes, "it computes in single precision or less, whatever it is given; compared to 1e-4")
-            return replace(tried, tolerance=1e-4)
+        for digits, tolerance, precision in _PRECISIONS:
+            if _coarse(tried, probe, digits):
+                note(
+                    tried.notes,
+                    f"it computes in {precision} precision, whatever it is given; compared to {tolerance:g}",
+                )
+                return replace(tried, tolerance=tolerance)
         return tried
     assert last is not None
     raise last
 
 
-def _coarse(subject: Function, probe: Batch) -> bool:
-    """Whether a change in the last digits of the log-probs is lost on a function that depends on them."""
+def _coarse(subject: Function, probe: Batch, digits: float) -> bool:
+    """Whether a relative change so small in the log-probs is lost on a function that depends on them."""
 
     def moved(by: float) -> np.ndarray:
         fields = {name: getattr(probe, name) for name in Batch.__dataclass_fields__}
@@ -330,7 +336,7 @@ def _coarse(subject: Function, probe: Batch) -> bool:
         return subject.evaluate(Batch(**fields), differentiate=False).value
 
     here = moved(0.0)
-    return not np.array_equal(here, moved(0.1)) and np.array_equal(here, moved(1e-11))
+    return not np.array_equal(here, moved(0.1)) and np.array_equal(here, moved(digits))
 
 
 def _mentions_torch(function: Callable[..., Any]) -> bool:

@@ -1,0 +1,127 @@
+"""`klgrad check`: text, JSON, exit codes, and the example repository."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from klgrad import cli
+
+ROOT = Path(cli.__file__).resolve().parent
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli.main, ["check", *map(str, arguments)])
+
+
+@pytest.fixture
+def code(tmp_path):
+    path = tmp_path / "my_kl.py"
+    path.write_text(
+        textwrap.dedent("""
+            import torch
+
+            def penalty(logp, ref_logp):
+                return logp - ref_logp
+
+            def k3(logp, ref_logp):
+                d = ref_logp - logp
+                return d.exp() - d - 1
+
+            def flipped(logp, ref_logp):
+                return ref_logp - logp
+
+            def odd(mine, ref_logp, scale):
+                return scale * (mine - ref_logp)
+
+            def broken(logp, ref_logp):
+                raise KeyError("oops")
+        """)
+    )
+    return path
+
+
+def test_a_built_in_passes_or_fails_by_its_name():
+    assert run("k1-in-reward").exit_code == 0
+    failed = run("k3-in-loss")
+    assert failed.exit_code == 1
+    assert "forward KL" in failed.output
+    assert failed.output.splitlines()[-1] == "FAIL  k3-in-loss: 1 error"
+    assert run("k3-in-loss", "--target", "token-forward").exit_code == 0
+
+
+def test_a_file_is_checked(code):
+    done = run(f"{code}:penalty")
+    assert done.exit_code == 0, done.output
+    assert "PASS" in done.output.splitlines()[-1]
+    assert run(f"{code}:penalty", "--placement", "loss").exit_code == 1
+    assert run(f"{code}:flipped").exit_code == 1
+    assert run(f"{code}:flipped", "--returns", "reward").exit_code == 0
+    assert run(f"{code}:odd", "--map", "mine=log_probs", "--arg", "scale=1.0").exit_code == 0
+
+
+def test_json_carries_everything(code):
+    data = json.loads(run(f"{code}:k3", "--json").output)
+    assert data["passed"]
+    assert data["gradient"]["loss"]["verdict"] == "token-forward"
+    assert data["gradient"]["both"]["verdict"] == "sequence"
+    assert data["function"].endswith("my_kl.py:k3")
+
+
+def test_quiet_prints_the_verdict_alone(code):
+    done = run(f"{code}:k3", "-q")
+    assert len(done.output.splitlines()) == 1
+    assert done.output.startswith("PASS")
+
+
+def test_a_traceback_is_shown_on_request(code):
+    assert "Traceback" not in run(f"{code}:broken").output
+    verbose = run(f"{code}:broken", "-v")
+    assert "Traceback" in verbose.output
+    assert verbose.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["k9"], "no built-in"),
+        (["k3-in-los"], "placement"),
+        (["FILE:odd"], "cannot fill the parameter 'mine'"),
+        (["FILE:penalty", "--map", "logp"], "THEIRS=OURS"),
+        (["FILE:penalty", "--arg", "x"], "name=value"),
+        (["FILE:absent"], "it has penalty, k3"),
+        (["FILE:penalty", "--target", "everything"], "unknown target"),
+    ],
+)
+def test_bad_use_exits_with_2_and_one_sentence(code, arguments, words):
+    done = run(*(a.replace("FILE", str(code)) for a in arguments))
+    assert done.exit_code == 2
+    assert words in done.output
+    assert "Traceback" not in done.output
+
+
+def test_the_example_repository_tests_itself(tmp_path):
+    """examples/kl_in_ci, with the plugin that an installed klgrad brings; its suite fails when the loss is wrong."""
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    for path in (ROOT / "examples/kl_in_ci").iterdir():
+        if path.is_file():
+            (folder / path.name).write_bytes(path.read_bytes())
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "klgrad.analysis.pytest_plugin"]
+
+    def suite():
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=os.environ)
+
+    done = suite()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
+    source = (folder / "kl_loss.py").read_text()
+    (folder / "kl_loss.py").write_text(source.replace("(later * ", "(log_ratio * "))
+    failed = suite()
+    assert failed.returncode == 1
+    assert "in the loss" in failed.stdout
