@@ -137,6 +137,11 @@ def _poison(subject: Function, batch: Batch) -> list[Finding]:
         far = _far(clean, _real(batch, terms), subject.tolerance)
         if far:
             shown = "NaN" if np.isnan(_real(batch, terms)).any() else f"a change of {far:.3g} relative"
+            if not subject.plan.takes("mask"):
+                message = (
+                    f"tokens of a reply depend on each other and it takes no mask: {poison:g} at padded places means "
+                )
+                return [_finding("warning", f"{message}{shown} on real tokens; take a mask", poison=str(poison))]
             return [_finding("error", f"{poison:g} at padded places leaks through the mask: {shown} on real tokens; "
                 "multiplying by the mask keeps 0 x inf, use where() before exp()", poison=str(poison))]  # fmt: skip
         leaks = subject.plan.takes("mask") and terms.raw is not None and terms.raw.ndim == 2

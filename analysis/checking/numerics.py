@@ -189,9 +189,9 @@ def _flat(subject: Subject, *, coupled: bool) -> list[Finding]:
         # a smooth tail flattens by degrees; a clamp from one place to the next
         edge = np.flatnonzero(np.diff(same.astype(int)))
         abrupt = any(step[max(i - 1, 0) : i + 2].max() > 1e-6 * max(1.0, abs(float(value[i]))) for i in edge)
-    held = same & abrupt & (subject.kind != "loss")
-    if how.differentiate:
-        held |= (slope == 0) & np.isfinite(value)
+    clamped = same & abrupt & (subject.kind != "loss")
+    vanished = (slope == 0) & np.isfinite(value) if how.differentiate else np.zeros(len(value), bool)
+    held = clamped | vanished
     share = float(held.mean())
     if not held.any() or held.all():
         return []
@@ -199,9 +199,11 @@ def _flat(subject: Subject, *, coupled: bool) -> list[Finding]:
     ranges = [f"above {positive.min():.3g}" for _ in positive[:1]] + [
         f"below {negative.max():.3g}" for _ in negative[:1]
     ]
+    # where large terms cancel in the gradient, the value goes on growing
+    growing = bool(np.any(vanished & (np.append(step, 0) > 0))) and not clamped.any()
+    cause = "terms that cancel leave" if growing and subject.kind != "loss" else "a clamp leaves"
     message = (
-        f"a clamp leaves no gradient for log pi/pi_ref {' and '.join(ranges)} ({share:.0%} of the range to "
-        f"{LARGEST:g}): "
-        "the worst drift is not penalised further"
+        f"{cause} no gradient for log pi/pi_ref {' and '.join(ranges)} ({share:.0%} of the range to "
+        f"{LARGEST:g}): the worst drift is not penalised further"
     )
     return [Finding("numerics", "warning", message, {"dead_share": share})]
