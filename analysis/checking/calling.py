@@ -47,7 +47,7 @@ def guarded(
     said = io.StringIO()
     try:
         with (
-            _limit(timeout), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said),
+            limit(timeout), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said),
             warnings.catch_warnings(), np.errstate(all="ignore"),
         ):  # fmt: skip
             warnings.simplefilter("ignore")
@@ -70,7 +70,7 @@ def guarded(
 
 
 @contextlib.contextmanager
-def _limit(seconds: float) -> Iterator[None]:
+def limit(seconds: float) -> Iterator[None]:
     """Interrupt what runs longer; where signals cannot (other threads, Windows), nothing does."""
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield

@@ -328,6 +328,7 @@ def sentence(found: dict[str, Any], target: str) -> str:
         return _group_sentence(found, target)
     if verdict in WANTED and verdict == target:
         return f"the expected gradient is exactly the {WANTED[verdict]} gradient"
+    free = "" if found["reference_matters"] else ", and it does not depend on the reference"
     words = {
         "sequence": "it is the sequence-level reverse-KL gradient, the future term included",
         "token": "it is the token-level reverse-KL gradient: the future term, what a token does to later KL, is "
@@ -335,13 +336,12 @@ def sentence(found: dict[str, Any], target: str) -> str:
         "token-forward": f"it descends the token-level forward KL(pi_ref || pi), not the reverse KL ({far}): "
         "an unbiased value does not make an unbiased gradient",
         "zero": "its expected gradient is zero: pure noise that holds nothing back"
-        + ("" if found["reference_matters"] else ", and it does not depend on the reference")
-        + "; put the estimate in the reward instead",
+        f"{free}; put the estimate in the reward instead",
         "dead": "the gradient is zero for every sample: detached, under no_grad, or clamped flat; "
         "logged, never optimised",
         "future": f"it is the future term alone: a token's own KL is missing ({far}); differentiate the exact "
         "per-position KL as well (placement both)",
-        "divergence": f"it optimises another divergence: {_factor(scale)}{found['name']} ({far})",
+        "divergence": f"it optimises another divergence: {_factor(scale)}{found['name']} ({far}){free}",
     }
     if verdict in words:
         return words[verdict]
@@ -350,7 +350,7 @@ def sentence(found: dict[str, Any], target: str) -> str:
         return f"the sign is wrong: minus {size}the {found['name']}-level gradient, so drift is rewarded; negate it"
     if verdict.startswith("scaled-"):
         return _scaled_sentence(found, verdict.removeprefix("scaled-"))
-    return f"it is no gradient of a known objective: {found['name']} ({far})"
+    return f"it is no gradient of a known objective: {found['name']} ({far}){free}"
 
 
 def _factor(scale: float | dict[int, float], *, signed: bool = True) -> str:

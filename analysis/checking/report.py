@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SECTIONS = ("function", "value", "gradient", "variance", "numerics", "invariance", "sampling")
+VALUE = ("expected", "kl", "bias", "nonnegative", "zero_at_identity", "support_mismatch")
+VARIANCE = ("rare_token_probability", "median_batch", "sequences_for_error")
 LEVELS = ("error", "warning", "info")
 
 
@@ -64,10 +66,11 @@ class Report:
         return [f for f in self.findings if f.section == section and level in (None, f.level)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: numbers that are not finite become null."""
+        """Plain data for JSON: what is not finite, or was not asked, becomes null."""
         return plain({
             "passed": self.passed, "target": self.target, "function": self.function, "placement": self.placement,
-            "gives_target": self.gives, "value": self.value, "gradient": self.gradient, "variance": self.variance,
+            "gives_target": self.gives, "value": dict.fromkeys(VALUE) | self.value, "gradient": self.gradient,
+            "variance": dict.fromkeys(VARIANCE) | self.variance,
             "findings": [
                 {"section": f.section, "level": f.level, "message": f.message, "numbers": f.numbers}
                 for f in self.findings

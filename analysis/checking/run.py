@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from klgrad.analysis.checking import gradient, invariance, numerics, sampling, value, variance
-from klgrad.analysis.checking.calling import Fault
+from klgrad.analysis.checking.calling import Fault, TimedOut, limit
 from klgrad.analysis.checking.report import SECTIONS, WANTED, Finding, Report
 from klgrad.analysis.checking.signature import load
 from klgrad.analysis.checking.subject import BuiltIn, Function, function_subject
@@ -47,7 +47,7 @@ def run(
                 raise ValueError(f"{function} names its placement: leave --placement {placement} out")
             placement = stated
     else:
-        called = load(function) if isinstance(function, str) else function
+        called = _loaded(function, timeout) if isinstance(function, str) else function
         try:
             subject = function_subject(
                 called, invariance.probe(), name=name, returns=returns, mapping=mapping, constants=arguments,
@@ -88,6 +88,14 @@ def built_in(name: str) -> BuiltIn:
             "such as k3-in-loss, FILE.py:NAME or package.module:NAME"
         )
     return BuiltIn(Configuration(estimator(name), "both"), anywhere=True)
+
+
+def _loaded(name: str, timeout: float) -> Callable[..., Any]:
+    try:
+        with limit(timeout):
+            return load(name)
+    except TimedOut:
+        raise ValueError(f"importing {name.rpartition(':')[0]} did not finish within {timeout:g} seconds") from None
 
 
 def _broken(fault: Fault) -> Finding:
