@@ -88,6 +88,11 @@ def compare(
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
+def is_zero(bias: Any, gradient_norm: Any) -> Any:
+    """Whether a bias is rounding: floats or arrays alike."""
+    return bias < 1e-9 * gradient_norm + 1e-15
+
+
 def _head(pair: PolicyPair, configuration: Configuration, length: int, kl: float, truth: np.ndarray) -> dict[str, Any]:
     return {
         "preset": pair.name,
@@ -164,8 +169,7 @@ def _monte_carlo_rows(
             })  # fmt: skip
     trace, square, along, relative = np.array(noise).T
     low, high = bias_interval(np.array([row["bias"] for row in rows]), trace, square, along)
-    rounding = np.array([row["bias"] < 1e-9 * row["gradient_norm"] for row in rows])
-    low = np.where(rounding, 0.0, low)
+    low = np.where([is_zero(row["bias"], row["gradient_norm"]) for row in rows], 0.0, low)
     v_low, v_high = variance_interval(np.array([row["variance"] for row in rows]), relative)
     for k, row in enumerate(rows):
         row.update(bias_low=low[k], bias_high=high[k], variance_low=v_low[k], variance_high=v_high[k])
@@ -269,7 +273,8 @@ def load(path: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
 
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        frame = pd.DataFrame(content["rows"], columns=list(COLUMNS))
+        rows = content["rows"]
+        frame = pd.DataFrame(rows, columns=list(dict.fromkeys([*COLUMNS, *(rows[0] if rows else ())])))
         return frame, dict(content["manifest"])
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,12 @@ from klgrad.commands.options import (
     Drawing,
     Source,
     config_option,
+    configurations_of,
+    grouped,
     json_option,
+    lengths_of,
     lengths_option,
+    pair_of,
     pair_options,
     sampling_options,
 )
@@ -22,11 +27,59 @@ from klgrad.commands.sweep import sweep
 if TYPE_CHECKING:
     import pandas as pd
 
+    from klgrad.synth.policies import PolicyPair
+
+
+BENCHMARK = "k1-in-reward"  # printed at any rank: the plain choice that others are measured by
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of the exact values: which configurations, in which order, with how many sequences."""
+
+    unbiased: bool
+    rank: str | None
+    error: float | None
+    top: int
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What decides the table."""
+        return {"unbiased": self.unbiased, "rank": self.rank, "error": self.error}
+
+
+question_options = grouped(
+    "question",
+    Question,
+    click.option(
+        "--unbiased",
+        is_flag=True,
+        help="Only what the exact bias shows to be unbiased here: of --config, or else of every estimator, placement, "
+        "credit and baseline there is. No Monte Carlo.",
+    ),
+    click.option("--rank", metavar="KEY", help="Sort each length by KEY, the least first. KEY: variance."),
+    click.option(
+        "--error",
+        type=float,
+        metavar="SHARE",
+        help="Sequences needed for this relative error of the gradient, such as 0.1 for 10 %: "
+        "variance / (SHARE x |true gradient|)^2. A bias stays.",
+    ),
+    click.option(
+        "--top",
+        type=click.IntRange(min=1),
+        default=10,
+        show_default=True,
+        help=f"With --rank: ranks to print of each length, and {BENCHMARK}. --json and --out have all.",
+    ),
+)
+
 
 @click.command(short_help="Bias and variance of any configurations, as a table.")
 @pair_options
 @lengths_option
 @config_option
+@question_options
 @sampling_options
 @click.option("--exact-only", is_flag=True, help="Leave the Monte Carlo out.")
 @click.option("--out", type=click.Path(path_type=Path), help="Also write compare.csv and compare.json to this folder.")
@@ -35,6 +88,7 @@ def compare(
     source: Source,
     lengths: list[int] | None,
     configs: tuple[str, ...],
+    question: Question,
     drawing: Drawing,
     exact_only: bool,
     out: Path | None,
@@ -45,49 +99,90 @@ def compare(
     \b
     klgrad compare --preset far --lengths 5,10,20 --config k1-in-reward+loo --config k3-in-both
     klgrad compare --pair mine.npz --exact-only --json
+    klgrad compare --preset far --lengths 20 --unbiased --rank variance --error 0.1
+
+    The last asks which unbiased gradient needs the fewest sequences. Its cost says what a run must have at hand: the
+    sampled tokens alone, or the full vocabulary's log-probs; and whether the baseline is a constant that only an
+    exact engine knows.
     """
-    frame = sweep("compare", [source], lengths, configs, drawing, out, exact_only=exact_only)
+    from klgrad.analysis import ranking
+
+    ranking.check_request(question.error, question.rank)
+    if question.unbiased:
+        lengths = lengths_of(lengths, source)
+        pair = pair_of(source, max(lengths))
+        candidates = configurations_of(configs, [pair], drawing.quiet) if configs else ranking.grid(pair)
+        configs = tuple(str(c) for c in ranking.unbiased(pair, candidates, lengths))
+
+    def extend(pair: PolicyPair, frame: pd.DataFrame) -> pd.DataFrame:
+        return ranking.extend(pair, frame, error=question.error, rank=question.rank)
+
+    frame = sweep(
+        "compare", [source], lengths, configs, drawing, out, exact_only=exact_only or question.unbiased,
+        extend=extend if any(question.asked.values()) else None, asked=question.asked,
+    )  # fmt: skip
     if as_json:
         from klgrad.analysis.results import records
 
         dump(records(frame))
     else:
-        _show(frame)
+        _show(frame, question)
 
 
 def _bias(row: dict[str, Any]) -> str:
     """An exact bias at rounding level is zero."""
-    exact_zero = row["source"] == "exact" and row["bias"] is not None
-    exact_zero = exact_zero and row["bias"] < 1e-9 * row["gradient_norm"] + 1e-15
-    return "0" if exact_zero else number(row["bias"])
+    from klgrad.analysis.results import is_zero
+
+    sure = row["source"] == "exact" and row["bias"] is not None
+    return "0" if sure and is_zero(row["bias"], row["gradient_norm"]) else number(row["bias"])
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """One table row; exact rows have neither interval nor floor."""
-
-    def sampled(text: str) -> str:
-        return "" if row["source"] == "exact" else text
-
-    bias = _bias(row)
-    return (
-        row["configuration"],
-        str(row["length"]),
-        row["source"].replace("_", " "),
-        bias,
-        sampled(f"[{number(row['bias_low'], 3)}, {number(row['bias_high'], 3)}]"),
-        sampled(number(row["bias_floor"], 2)),
-        "0" if bias == "0" else number(row["relative_bias"], 3),
-        number(row["cosine"]),
-        number(row["variance"]),
-        sampled(f"[{number(row['variance_low'], 3)}, {number(row['variance_high'], 3)}]"),
-        number(row["estimate"]),
-    )
+def _interval(row: dict[str, Any], of: str) -> str:
+    return f"[{number(row[f'{of}_low'], 3)}, {number(row[f'{of}_high'], 3)}]"
 
 
-def _show(frame: pd.DataFrame) -> None:
+def _count(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value < 1e12 else number(value, 3)
+
+
+def _cells(row: dict[str, Any]) -> list[tuple[str, str]]:
+    """(header, text) of one row; exact rows have neither interval nor floor."""
+    sampled, bias = row["source"] != "exact", _bias(row)
+    cells = [
+        ("configuration", row["configuration"]),
+        ("T", str(row["length"])),
+        ("source", row["source"].replace("_", " ")),
+        ("bias", bias),
+        ("95 % interval", _interval(row, "bias") if sampled else ""),
+        ("floor", number(row["bias_floor"], 2) if sampled else ""),
+        ("relative", "0" if bias == "0" else number(row["relative_bias"], 3)),
+        ("cosine", number(row["cosine"])),
+        ("variance", number(row["variance"])),
+        ("95 % interval", _interval(row, "variance") if sampled else ""),
+        ("KL estimate", number(row["estimate"])),
+    ]
+    if "rank" in row:
+        cells.insert(2, ("rank", str(row["rank"])))
+    if "sequences_for_error" in row:
+        cells.append(("sequences", _count(row["sequences_for_error"])))
+    return [*cells, ("cost", row["cost"])] if "cost" in row else cells
+
+
+def _show(frame: pd.DataFrame, question: Question) -> None:
+    """The table without columns that say nothing: intervals of exact rows, biases of what is unbiased."""
     from klgrad.analysis.results import records
 
-    header = ["configuration", "T", "source", "bias", "95 % interval", "floor", "relative", "cosine"]
-    header += ["variance", "95 % interval", "KL estimate"]
+    if question.rank is not None:
+        frame = frame[(frame["rank"] <= question.top) | (frame["configuration"] == BENCHMARK)]
+    dull = {"source", "bias", "relative", "cosine", "KL estimate"} if question.unbiased else set()
     for name, part in frame.groupby("preset", sort=False):
-        table(f"{name}: gradient of the sequence-level KL", header, [_cells(row) for row in records(part)])
+        rows = [_cells(row) for row in records(part)]
+        shown = [
+            i for i, (header, _) in enumerate(rows[0]) if header not in dull and any(cells[i][1] for cells in rows)
+        ]
+        title = f"{name}: gradient of the sequence-level KL"
+        if question.error is not None:
+            title += f"; sequences for a relative error of {question.error:g}"
+        table(title, [rows[0][i][0] for i in shown], [[cells[i][1] for i in shown] for cells in rows])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +37,13 @@ def sweep(
     *,
     exact_only: bool,
     draw: Callable[[pd.DataFrame], str] | None = None,
+    extend: Callable[[PolicyPair, pd.DataFrame], pd.DataFrame] | None = None,
+    asked: Mapping[str, Any] | None = None,
 ) -> pd.DataFrame:
-    """The table of all pairs; with ``out`` drawn, saved as ``command.csv`` and ``.json``, and resumable until then."""
+    """The table of all pairs; with ``out`` drawn, saved as ``command.csv`` and ``.json``, and resumable until then.
+
+    ``extend`` adds columns to each pair's table; ``asked`` is what the manifest should say of it.
+    """
     import pandas as pd
 
     from klgrad.analysis import results
@@ -57,12 +62,12 @@ def sweep(
                     pair, configurations, each,
                     exact_only=exact_only, workers=drawing.threads, store=store, progress=progress, **drawing.request,
                 )  # fmt: skip
-            frames.append(table)
+            frames.append(extend(pair, table) if extend else table)
         frame = pd.concat(frames, ignore_index=True)
         notes((f"{c}: beyond double precision on this pair" for c in results.beyond_float64(frame)), drawing.quiet)
         if out is not None and store is not None:
             caption = draw(frame) if draw else ""
-            request = _request(sources, pairs, configurations, wanted, drawing, exact_only)
+            request = _request(sources, pairs, configurations, wanted, drawing, exact_only) | dict(asked or {})
             results.save(frame, results.manifest(f"klgrad {command}", pairs, request), out / command)
             for pair in pairs:  # only now: until here an interruption loses nothing
                 results.forget(store_of(store, pair, configurations, **drawing.request))

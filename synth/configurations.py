@@ -157,9 +157,15 @@ class Configuration:
         found = []
         if pair is not None and self.ratio != "none":
             found += [f"{self}: {gap}, so no ratio makes up for it" for gap in pair.sampling_gaps()[:1]]
-        if self.credit == "future" and self.placement == "both" and not self.estimator.full:
+        if (
+            self.credit == "future"
+            and self.placement == "both"
+            and self.estimator.consistent
+            and not self.estimator.full
+        ):
             found.append(
-                f"{self}: the own-token term of the reward is left out, which only a full-vocabulary loss makes up for"
+                f"{self}: the own-token term of the reward is left out, "
+                "which only a full-vocabulary or a straight-through loss makes up for"
             )
         if self.baseline != "none" and pair is not None:
             if not pair.on_policy and self.ratio == "none":

@@ -176,6 +176,7 @@ def test_likely_mistakes_are_cautioned(text, world, word):
     [
         ("k1-in-reward", WORLD.pair),
         ("full-in-both+future", WORLD.pair),
+        ("k3-straight-through-in-both+future", WORLD.pair),  # its slope is the own-token term of k1
         ("k1-in-reward+mean-baseline", WORLD.on_policy),
         ("k1-in-reward+mean-baseline+prefix-ratio", WORLD.pair),
         ("k1-in-reward+loo+length-mean", build_world("markov", 2, 3).pair),
