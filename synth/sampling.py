@@ -112,12 +112,13 @@ def _block(
     mass[origin[last]] = total[last] - before[origin[last]]
     cumulative = origin + np.minimum((total - before[origin]) / mass[origin], 1.0)
     cumulative[last] = origin[last] + 1.0
-    scaled = cumulative * (1 << bits)  # exact: a power of two
-    buckets = contexts << bits
-    low = np.cumsum(np.bincount(np.ceil(scaled).astype(int), minlength=buckets + 1)[:buckets])
-    high = np.cumsum(np.bincount(np.floor(scaled).astype(int), minlength=buckets + 1)[:buckets])
-    size = np.int16 if len(origin) < 1 << 15 else np.int32
-    guide = np.where(low == high, low, -1).astype(size)
+    upper = cumulative * (1 << bits)  # exact: a power of two
+    first, beyond = np.ceil(np.append(0.0, upper[:-1])).astype(int), np.floor(upper).astype(int)
+    sure = np.flatnonzero(first < beyond)  # outcomes that cover whole buckets, first to beyond - 1
+    bounds = np.column_stack([first[sure], beyond[sure]]).ravel()
+    value = np.full(len(bounds) + 1, -1, np.int16 if len(origin) < 1 << 15 else np.int32)
+    value[1::2] = sure
+    guide = np.repeat(value, np.diff(bounds, prepend=0, append=contexts << bits))
     return Block(successor, cumulative, guide, bits, **parts)
 
 
@@ -148,21 +149,23 @@ def count_blocks(pair: PolicyPair, edges: Edges, sizes: Sequence[int]) -> dict[i
     contexts, longest = automaton.contexts, max(sizes)
     probs = np.exp(pair.sampler)
     radix = (longest + 1) ** np.arange(E + 1, dtype=np.int64)
-    step = np.append(radix[:E], 0)[edges.number]  # what a token adds to the packed counts
     # state = (origin x S + context now) x (longest + 1)^E + packed counts: sorted by origin, then context
     state, probability = np.arange(contexts) * (contexts + 1) * radix[E], np.ones(contexts)
+    moved = automaton.next_context - np.arange(contexts)[:, None]
+    step = moved * radix[E] + np.append(radix[:E], 0)[edges.number]  # what a token adds to the state
+    if automaton.end >= 0:
+        probs[automaton.end] = 1.0  # of its padding
+    moves = _moves(automaton, edges)
     blocks: dict[int, Block] = {}
     for k in range(1, longest + 1):
-        place, key = np.divmod(state, radix[E])
-        origin, now = np.divmod(place, contexts)
-        source, token = _moves(automaton, edges, now)
-        came, to = now[source], automaton.next_context[now[source], token]
-        emitted = probability[source] * np.where(came == automaton.end, 1.0, probs[came, token])
-        state = (origin[source] * contexts + to) * radix[E] + key[source] + step[came, token]
-        order = np.argsort(state, kind="stable")
-        state = state[order]
-        fresh = np.flatnonzero(np.append(True, np.diff(state)))
-        state, probability = state[fresh], np.add.reduceat(emitted[order], fresh)
+        now = state // radix[E] % contexts
+        possible = np.flatnonzero(moves.take(now, axis=0))
+        emitted = (probability[:, None] * probs.take(now, axis=0)).take(possible)
+        state = (state[:, None] + step.take(now, axis=0)).take(possible)
+        order = state.argsort(kind="stable")
+        state = state.take(order)
+        fresh = np.append(0, np.flatnonzero(state[1:] != state[:-1]) + 1)
+        state, probability = state.take(fresh), np.add.reduceat(emitted.take(order), fresh)
         if k in wanted:
             place, key = np.divmod(state, radix[E])
             counts = (key[:, None] // radix[:E]) % (longest + 1)
@@ -170,11 +173,12 @@ def count_blocks(pair: PolicyPair, edges: Edges, sizes: Sequence[int]) -> dict[i
     return blocks
 
 
-def _moves(automaton: Automaton, edges: Edges, now: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """``(source, token)`` of every way on from the contexts ``now``; after the end, token 0 stands for padding."""
-    padding = np.arange(automaton.vocabulary) == 0
-    source, token = np.nonzero((edges.number[now] < len(edges)) | ((now == automaton.end)[:, None] & padding))
-    return source, token
+def _moves(automaton: Automaton, edges: Edges) -> np.ndarray:
+    """``[S, V]`` every way on from each context; after the end, token 0 stands for padding."""
+    moves = edges.number < len(edges)
+    if automaton.end >= 0:
+        moves[automaton.end, 0] = True
+    return moves
 
 
 def path_blocks(pair: PolicyPair, edges: Edges, sizes: Sequence[int], *, ordered: bool) -> dict[int, Block]:
@@ -183,9 +187,10 @@ def path_blocks(pair: PolicyPair, edges: Edges, sizes: Sequence[int], *, ordered
     probs = np.exp(pair.sampler)
     now = origin = np.arange(automaton.contexts)
     path, probability = np.zeros((automaton.contexts, 0), np.int32), np.ones(automaton.contexts)
+    moves = _moves(automaton, edges)
     blocks: dict[int, Block] = {}
     for k in range(1, max(sizes) + 1):
-        source, token = _moves(automaton, edges, now)
+        source, token = np.nonzero(moves[now])
         edge = edges.number[now[source], token].astype(np.int32)
         path = np.column_stack([path[source], edge])
         probability = probability[source] * np.where(edge == E, 1.0, probs[now[source], token])
@@ -218,6 +223,15 @@ def _largest_count_block(edges: Edges, contexts: int, longest: int) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------- samplers
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc hold on to what temporaries free, instead of returning it and faulting every page in again.
+
+    Once a block of this size was freed, smaller ones come from the heap (mallopt(3), M_MMAP_THRESHOLD). It is never
+    touched, so it takes no memory; elsewhere it does nothing.
+    """
+    np.empty(1 << 24, np.uint8)
 
 
 def order_free(configuration: Configuration) -> bool:
@@ -277,6 +291,7 @@ class Sampler:
     """
 
     def __init__(self, pair: PolicyPair, configurations: Sequence[Configuration], lengths: Sequence[int]) -> None:
+        _keep_freed_memory()
         self.pair, self.configurations = pair, list(configurations)
         self.name = sampler_name(pair, configurations)
         self.edges = edges_in_use(pair)
