@@ -12,8 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -29,16 +28,15 @@ if TYPE_CHECKING:
 
     from jaxtyping import Float
 
-FORMAT = 1  # of stored blocks: raise it when the same seed gives other numbers
-_BLOCK_SEQUENCES = 25_000  # of a block: what stays in a core's cache
+FORMAT = 2  # of stored blocks: raise it when the same seed gives other numbers
+_BLOCK_SEQUENCES = 50_000  # of a block
 _MOST_ENTRIES = 1 << 28
 _MOST_TOKENS = 1e13
 
 Progress = Callable[[int, int], None]
 
 
-@dataclass(frozen=True, eq=False)
-class Simulation:
+class Simulation(NamedTuple):
     """Per-trial estimates of every configuration at every length.
 
     Args:
@@ -52,8 +50,7 @@ class Simulation:
     sampler: str
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """Consecutive trials of one length: the unit of work, of seeding and of resumption."""
 
     length: int

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -39,8 +39,7 @@ _BATCH_TOKENS = 1 << 19
 _BATCH_SEQUENCES = 1 << 18
 
 
-@dataclass(frozen=True, eq=False)
-class Sums:
+class Sums(NamedTuple):
     """Sums over each unit's sequences, for one configuration at one length.
 
     The N-sequence estimate is ``(x - b y) / N``, or leave-one-out from ``y``, ``cy`` and ``c``.
@@ -228,10 +227,10 @@ def _largest_count_block(edges: Edges, contexts: int, longest: int) -> int:
 def _keep_freed_memory() -> None:
     """Let glibc hold on to what temporaries free, instead of returning it and faulting every page in again.
 
-    Once a block of this size was freed, smaller ones come from the heap (mallopt(3), M_MMAP_THRESHOLD). It is never
-    touched, so it takes no memory; elsewhere it does nothing.
+    Once the largest block that counts (32 MB) was freed, smaller ones come from the heap, of which up to twice as much
+    stays (mallopt(3), M_MMAP_THRESHOLD). It is never touched, so it takes no memory; elsewhere it does nothing.
     """
-    np.empty(1 << 24, np.uint8)
+    np.empty((1 << 25) - (1 << 13), np.uint8)
 
 
 def order_free(configuration: Configuration) -> bool:
@@ -254,8 +253,7 @@ def sampler_name(pair: PolicyPair, configurations: Sequence[Configuration]) -> s
     return "ordered" if all(order_free(c) or _order_linear(c) for c in configurations) else "paths"
 
 
-@dataclass(frozen=True, eq=False)
-class _Tables:
+class _Tables(NamedTuple):
     """A configuration's terms on the edges, ``[E]`` or ``[E, d]``.
 
     ``score`` and ``pathwise`` carry a token ratio, ``plain_`` ones do not: paths weigh their own tokens.
@@ -281,6 +279,24 @@ def _tables(pair: PolicyPair, edges: Edges, configuration: Configuration) -> _Ta
     return _Tables(configuration, value, own[:, None] * score, weight[:, None] * pathwise, weight, score, pathwise)
 
 
+def _linear(table: _Tables, *, ordered: bool) -> np.ndarray:
+    """``[E + E^2 (+ E^2), 3d + 1]`` x, y, cy and the estimate as they follow from sums of n, n n^T and the order."""
+    value, score, credit = table.value, table.score, table.configuration.credit
+    E, d = score.shape
+    in_reward, nothing = table.configuration.in_reward, np.zeros((E * E, d))
+    own = value[:, None] * score if in_reward and credit in ("token", "rtg") else 0.0
+    crossed = (value[:, None, None] * score).reshape(E * E, d)  # value of the first edge, score of the second
+    before = (score[:, None] * value[:, None]).reshape(E * E, d)
+    rows = [
+        np.column_stack([table.pathwise + own, score, nothing[:E], table.loss_weight * value]),
+        np.column_stack([crossed if in_reward and credit == "whole" else nothing, nothing, crossed, nothing[:, :1]]),
+    ]
+    if ordered:
+        future = in_reward and credit in ("rtg", "future")
+        rows.append(np.column_stack([before if future else nothing, nothing, nothing, nothing[:, :1]]))
+    return np.concatenate(rows) / table.configuration.divisor
+
+
 class Sampler:
     """Draws sequences of a pair and reduces them to each configuration's ``Sums``.
 
@@ -297,6 +313,8 @@ class Sampler:
         self.edges = edges_in_use(pair)
         self.log_rho = np.log(pair.importance_ratio[self.edges.context, self.edges.token])
         self.tables = [_tables(pair, self.edges, configuration) for configuration in configurations]
+        if self.name != "paths":
+            self.values, self.linear = self._reduction()
         longest = max(lengths)
         if self.name == "counts":
             most = _largest_count_block(self.edges, pair.automaton.contexts, longest)
@@ -321,14 +339,13 @@ class Sampler:
 
     def outcomes(self, length: int, n: int, rng: np.random.Generator) -> Iterator[tuple[Block, np.ndarray]]:
         """Yield ``(block, outcome [n])`` for each block of n sequences of the length."""
-        context: np.ndarray | None = None
+        drawn: tuple[Block, np.ndarray] | None = None
         for size in self.plan[length]:
             block = self.blocks[size]
-            if context is None:
-                context = np.full(n, self.pair.automaton.start << block.bits)
-            outcome = block.draw(context, rng)
-            yield block, outcome
-            context = block.base.take(outcome)
+            start = self.pair.automaton.start << block.bits
+            context = np.full(n, start) if drawn is None else drawn[0].base.take(drawn[1])
+            drawn = block, block.draw(context, rng)
+            yield drawn
 
     def paths(self, length: int, n: int, rng: np.random.Generator) -> Int[np.ndarray, "n T"]:
         """``[n, T]`` edges of n sequences; E where a sequence has ended. For the ``paths`` sampler."""
@@ -344,6 +361,16 @@ class Sampler:
 
     # -- counts: per unit, sums of edge counts n and of their products n n^T, under each weight a configuration needs
 
+    def _reduction(self) -> tuple[np.ndarray, dict[tuple[bool, bool], tuple[list[int], np.ndarray]]]:
+        """``[E, C]`` values, and for each weight (sequence ratio, 1 / |y|) its configurations and their maps."""
+        groups: dict[tuple[bool, bool], list[int]] = {}
+        for i, configuration in enumerate(self.configurations):
+            key = (configuration.ratio == "sequence", configuration.aggregation == "length-mean")
+            groups.setdefault(key, []).append(i)
+        maps = [_linear(table, ordered=self.name == "ordered") for table in self.tables]
+        linear = {key: (members, np.concatenate([maps[i] for i in members], axis=1)) for key, members in groups.items()}
+        return np.stack([table.value for table in self.tables], axis=1), linear
+
     def _counts(self, length: int, units: int, size: int, rng: np.random.Generator) -> list[Sums]:
         n = np.empty((units * size, len(self.edges)))
         drawn = n  # the first block's counts are the counts so far; later ones are added, from one buffer
@@ -357,42 +384,22 @@ class Sampler:
         return self._from_counts(n.reshape(units, size, -1), None)
 
     def _from_counts(self, n: np.ndarray, order: np.ndarray | None) -> list[Sums]:
-        swapped, ones = n.transpose(0, 2, 1), np.ones(n.shape[1])
-        plain = (ones @ n, swapped @ n)  # as a product: numpy's sum over a middle axis is ten times slower
-        weighted: dict[tuple[bool, bool], tuple[np.ndarray, np.ndarray]] = {}
-
-        def under(configuration: Configuration) -> tuple[np.ndarray, np.ndarray]:
-            key = (configuration.ratio == "sequence", configuration.aggregation == "length-mean")
-            if not any(key):
-                return plain
-            if key not in weighted:
-                weight = np.exp(n @ self.log_rho) if key[0] else np.ones(n.shape[:2])
-                if key[1]:
-                    weight = weight / n.sum(axis=2)
-                scaled = n * weight[..., None]
-                weighted[key] = (ones @ scaled, swapped @ scaled)
-            return weighted[key]
-
-        out = []
-        for table in self.tables:
-            configuration = table.configuration
-            single, double = under(configuration)
-            y, c = single @ table.score, plain[0] @ table.value
-            cy = (table.value @ double) @ table.score
-            x = single @ table.pathwise
-            if configuration.in_reward:
-                own = single @ (table.value[:, None] * table.score)
-                credit = configuration.credit
-                if credit == "whole":
-                    x = x + cy
-                elif credit == "token":
-                    x = x + own
-                else:
-                    assert order is not None
-                    x = x + (order @ table.value) @ table.score + (own if credit == "rtg" else 0.0)
-            estimate = single @ (table.loss_weight * table.value)
-            out.append(_scaled(Sums(x, y, cy, c, estimate), configuration))
-        return out
+        swapped, ones, d = n.transpose(0, 2, 1), np.ones(n.shape[1]), self.pair.policy.parameters
+        plain = ones @ n  # as a product: numpy's sum over a middle axis is ten times slower
+        c = plain @ self.values
+        out: dict[int, Sums] = {}
+        for (by_ratio, by_length), (members, matrix) in self.linear.items():
+            single, weighted = plain, n
+            if by_ratio or by_length:
+                weight = np.exp(n @ self.log_rho) if by_ratio else np.ones(n.shape[:2])
+                weighted = n * (weight / n.sum(axis=2) if by_length else weight)[..., None]
+                single = ones @ weighted
+            statistics = [single, (swapped @ weighted).reshape(len(n), -1), *(() if order is None else (order,))]
+            found = (np.concatenate(statistics, axis=1) @ matrix).reshape(len(n), len(members), -1)
+            for k, i in enumerate(members):
+                x, y, cy = (found[:, k, a : a + d] for a in (0, d, 2 * d))
+                out[i] = Sums(x, y, cy, c[:, i], found[:, k, -1])
+        return [out[i] for i in range(len(self.tables))]
 
     # -- ordered: as counts, and per unit the sum of how often edge a came before edge b
 
@@ -412,7 +419,7 @@ class Sampler:
             before = n.reshape(units, size, E).transpose(0, 2, 1)
             order += (before @ drawn.reshape(units, size, E)).reshape(units, E * E)
             n += drawn
-        return self._from_counts(n.reshape(units, size, E), order.reshape(units, E, E))
+        return self._from_counts(n.reshape(units, size, E), order)
 
     # -- paths: tokens of one batch, weighted by the formula, collected by unit and edge
 
@@ -489,7 +496,7 @@ def _scaled(sums: Sums, configuration: Configuration) -> Sums:
     if configuration.divisor == 1.0:
         return sums
     D = configuration.divisor
-    return replace(sums, x=sums.x / D, y=sums.y / D, cy=sums.cy / D, estimate=sums.estimate / D)
+    return sums._replace(x=sums.x / D, y=sums.y / D, cy=sums.cy / D, estimate=sums.estimate / D)
 
 
 def _plus(a: Sums, b: Sums) -> Sums:
@@ -507,6 +514,8 @@ def estimates(
     """
     value = sums.estimate.reshape(trials, -1).sum(axis=1) / samples
     x = sums.x.reshape(trials, -1, sums.x.shape[1]).sum(axis=1)
+    if configuration.baseline == "none":
+        return x / samples, value
     if configuration.baseline != "loo":
         y = sums.y.reshape(trials, -1, x.shape[1]).sum(axis=1)
         return (x - baseline * y) / samples, value
