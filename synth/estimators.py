@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -66,8 +66,7 @@ class Estimator:
         return hash(self.name)
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A registered estimator: its functions, arguments with defaults, formulas and source.
 
     ``unbiased`` and ``consistent`` are laws that tests hold every entry to, on random models.

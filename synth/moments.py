@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -203,16 +203,7 @@ class _Rows:
 # -------------------------------------------------------------------------------------- products of rows, moved
 
 Pair = tuple[Row, Row]
-
-
-@dataclass(frozen=True)
-class _Request:
-    """Products of rows to report, each with the power of 1/|y| it is weighted with."""
-
-    products: dict[tuple[Row, Row, int], None]
-
-    def add(self, left: Row, right: Row, power: int) -> None:
-        self.products[(left, right, power)] = None
+Product = tuple[Row, Row, int]  # two rows and the power of 1/|y| their product is weighted with
 
 
 class _System:
@@ -363,16 +354,15 @@ class _Step:
 
 
 def _propagate(
-    rows: _Rows, request: _Request, lengths: np.ndarray, left: np.ndarray, right: np.ndarray, *, ordered: bool
-) -> dict[tuple[Row, Row, int], np.ndarray]:
+    rows: _Rows, request: Sequence[Product], lengths: np.ndarray, left: np.ndarray, right: np.ndarray, *, ordered: bool
+) -> dict[Product, np.ndarray]:
     """``[L, n]`` each requested product, weighted with its power of 1/|y|, at every length."""
-    system = _System(rows, [(a, b) for a, b, _ in request.products], left, right, ordered=ordered)
-    wanted = list(request.products)
-    index = np.array([system.index[system.canonical((a, b))] for a, b, _ in wanted])
-    power = np.array([-float(k) for *_, k in wanted])[:, None, None]
+    system = _System(rows, [(a, b) for a, b, _ in request], left, right, ordered=ordered)
+    index = np.array([system.index[system.canonical((a, b))] for a, b, _ in request])
+    power = np.array([-float(k) for *_, k in request])[:, None, None]
     weighted, has_end = bool(power.any()), rows.pair.automaton.end >= 0
-    ended = np.zeros((len(wanted), 1, len(left)))
-    out = np.zeros((len(lengths), len(wanted), len(left)))
+    ended = np.zeros((len(request), 1, len(left)))
+    out = np.zeros((len(lengths), len(request), len(left)))
     longest = int(lengths.max())
     for t, running, arrived in system.trajectory(longest):
         k = min(running.shape[1], longest - t)
@@ -388,14 +378,13 @@ def _propagate(
             ended = total[:, -1:]
             now = now + total[:, columns]
         out[at] = now.transpose(1, 0, 2)
-    return {key: out[:, i] for i, key in enumerate(wanted)}
+    return {key: out[:, i] for i, key in enumerate(request)}
 
 
 # ------------------------------------------------------------------------------------------------------ moments
 
 
-@dataclass(frozen=True, eq=False)
-class _Plan:
+class _Plan(NamedTuple):
     """One configuration's functionals: rows of X (g at b = 0), of Y, of C and of the estimate, and powers of 1/|y|."""
 
     configuration: Configuration
@@ -423,30 +412,30 @@ def _plan(rows: _Rows, configuration: Configuration) -> _Plan:
     )
 
 
-def _ask(plan: _Plan, request: _Request, *, second: bool) -> None:
+def _asked(plan: _Plan, *, second: bool) -> Iterator[Product]:
+    """The products that the plan needs reported."""
     k = plan.power
     vectors = (*plan.x, *((plan.y,) if plan.y else ()))
-    request.add(plan.estimate, ONE, k)
+    yield plan.estimate, ONE, k
     if second:
-        request.add(plan.estimate, plan.estimate, 2 * k)
+        yield plan.estimate, plan.estimate, 2 * k
     for row in vectors:
-        request.add(row, ONE, k)
+        yield row, ONE, k
     if plan.c:
-        request.add(plan.c, ONE, 0)
+        yield plan.c, ONE, 0
     if second or plan.configuration.baseline.startswith("optimal"):
         for a in vectors:
-            for b in vectors:
-                request.add(a, b, 2 * k)
+            yield from ((a, b, 2 * k) for b in vectors)
             if plan.c:
-                request.add(a, plan.c, k)
+                yield a, plan.c, k
     if plan.c and second:
-        request.add(plan.c, plan.c, 0)
+        yield plan.c, plan.c, 0
 
 
 class _Products:
     """Means and covariances of a plan's functionals, read from the propagated products."""
 
-    def __init__(self, plan: _Plan, of: dict[tuple[Row, Row, int], np.ndarray], size: int) -> None:
+    def __init__(self, plan: _Plan, of: dict[Product, np.ndarray], size: int) -> None:
         self.plan, self.of, self.size, self.k = plan, of, size, plan.power
 
     def mean(self, vector: Sequence[Row]) -> np.ndarray:
@@ -498,17 +487,15 @@ def moments(
     rows = _Rows(pair)
     plans = [_plan(rows, configuration) for configuration in configurations]
     full, second = covariance == "full", covariance != "none"
-    request = _Request({})
-    for plan in plans:
-        _ask(plan, request, second=second)
+    request = list(dict.fromkeys(product for plan in plans for product in _asked(plan, second=second)))
     each = np.arange(d)
     with np.errstate(over="ignore", invalid="ignore"):
         of = _propagate(rows, request, wanted, each, each, ordered=False)
-        crossed: dict[tuple[Row, Row, int], np.ndarray] = {}
+        crossed: dict[Product, np.ndarray] = {}
         if full:
             i, j = (index.ravel() for index in np.meshgrid(each, each, indexing="ij"))
-            both_vectors = _Request({key: None for key in request.products if _is_cross(rows, key)})
-            if both_vectors.products:
+            both_vectors = [product for product in request if _is_cross(rows, product)]
+            if both_vectors:
                 crossed = _propagate(rows, both_vectors, wanted, i, j, ordered=True)
         found = [_finish(plan, of, crossed, covariance, samples, d) for plan in plans]
     if len(found) > 1 and not all(_finite(m) for m in found):
@@ -529,7 +516,7 @@ def full_fits(pair: PolicyPair) -> bool:
     return pair.automaton.contexts * pair.automaton.vocabulary * pair.policy.parameters**2 <= _FULL_ENTRIES
 
 
-def _is_cross(rows: _Rows, key: tuple[Row, Row, int]) -> bool:
+def _is_cross(rows: _Rows, key: Product) -> bool:
     return all(_vector(rows, row) for row in key[:2])
 
 
@@ -540,8 +527,8 @@ def _vector(rows: _Rows, row: Row) -> bool:
 
 def _finish(
     plan: _Plan,
-    of: dict[tuple[Row, Row, int], np.ndarray],
-    crossed: dict[tuple[Row, Row, int], np.ndarray],
+    of: dict[Product, np.ndarray],
+    crossed: dict[Product, np.ndarray],
     covariance: str,
     samples: int,
     d: int,
@@ -584,7 +571,7 @@ def _optimal(products: _Products, mean_x: np.ndarray, mean_y: Any, *, per_coordi
 def _covariance(
     plan: _Plan,
     products: _Products,
-    crossed: dict[tuple[Row, Row, int], np.ndarray],
+    crossed: dict[Product, np.ndarray],
     mean_x: np.ndarray,
     mean_y: Any,
     b: Any,

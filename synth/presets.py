@@ -9,8 +9,8 @@ magnitude, and the order of the variances.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,7 @@ from klgrad.synth.estimators import unknown
 from klgrad.synth.policies import PolicyPair, linear, log_softmax, tabular
 
 
-@dataclass(frozen=True)
-class Preset:
+class Preset(NamedTuple):
     """A named pair.
 
     Args:
