@@ -66,7 +66,7 @@ class Sums(NamedTuple):
 class Block:
     """The exact distribution of a block of tokens from every context, ready to draw from.
 
-    Outcomes of all contexts stand in one list, by context. ``statistic [O, E]`` counts the edges of an outcome,
+    Outcomes of all contexts stand in one list, by context. ``counts [O, E]`` counts the edges of an outcome,
     ``order [O, E * E]`` counts pairs of edges in order, ``edges [O, k]`` is the path (the padding edge E where
     ended); each only where the sampler needs it.
     """
@@ -158,9 +158,9 @@ def count_blocks(pair: PolicyPair, edges: Edges, sizes: Sequence[int]) -> dict[i
     blocks: dict[int, Block] = {}
     for k in range(1, longest + 1):
         now = state // radix[E] % contexts
-        possible = np.flatnonzero(moves.take(now, axis=0))
-        emitted = (probability[:, None] * probs.take(now, axis=0)).take(possible)
-        state = (state[:, None] + step.take(now, axis=0)).take(possible)
+        ways = np.flatnonzero(moves.take(now, axis=0))
+        emitted = (probability[:, None] * probs.take(now, axis=0)).take(ways)
+        state = (state[:, None] + step.take(now, axis=0)).take(ways)
         order = state.argsort(kind="stable")
         state = state.take(order)
         fresh = np.append(0, np.flatnonzero(state[1:] != state[:-1]) + 1)
