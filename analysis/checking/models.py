@@ -109,6 +109,10 @@ class Model:
         named["negative entropy"] = self._whole(log_pi)
         named["cross-entropy with the reference"] = self._whole(-log_ref)
         named["token-level negative entropy"] = self._own(log_pi)
+        ratio = np.exp(-np.where(self.batch.mask, self.log_ratio, 0.0).sum(axis=1, keepdims=True))
+        named["KL(pi_ref || pi) of whole sequences"] = self._own(np.broadcast_to(-ratio, log_pi.shape))
+        tokens = self.batch.mask.sum(axis=1, keepdims=True)
+        named["E[1/length], which makes replies longer"] = self._own(np.broadcast_to(1 / tokens, log_pi.shape))
         return first | named
 
     def _local(self, divergence: str) -> Float[np.ndarray, "M T"]:
