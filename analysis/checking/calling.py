@@ -59,13 +59,12 @@ def guarded(
     except BaseException as error:
         sentence = " ".join(str(error).split())[:200]
         raise Fault(f"it raises {type(error).__name__}: {sentence}", traceback.format_exc(), "raises") from None
-    if said.getvalue():
-        note(
-            notes,
-            f"it prints, first: {said.getvalue().strip().splitlines()[0][:80]!r}"
-            if said.getvalue().strip()
-            else "it prints",
-        )
+    if hasattr(out, "cr_await"):
+        out.close()
+        raise Fault("it is asynchronous (async def): wrap it in a function that returns the result")
+    if said.getvalue() and not any(known.startswith("it prints") for known in notes):
+        first = said.getvalue().strip().splitlines()[:1]
+        note(notes, f"it prints, first: {first[0][:80]!r}" if first else "it prints")
     return out
 
 

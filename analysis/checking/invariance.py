@@ -16,7 +16,9 @@ from klgrad.synth.enumeration import Batch, rows_of
 
 POISONS = (np.nan, np.inf, -np.inf, 1e30, -1e30)
 _LOGS = ("log_probs", "reference", "behaviour")
+_ROUNDING = 1e-14  # times 100: what threads that add in another order may change
 _FULL = ("full_log_probs", "full_reference")
+_REWARDS = {"rewards", "token_rewards", "advantages", "sequence_advantages"}
 _ROWS = 7
 
 
@@ -66,19 +68,21 @@ def examine(subject: Function, *, coupled: bool, off: float) -> list[Finding]:
     """The invariances' part of a report."""
     findings: list[Finding] = []
     batch = probe()
-    for look in (_twice, _poison, _appended, _permuted):
+    for look in (_poison, _appended, _permuted):
         findings += look(subject, batch)
     if coupled:
+        how = f"by {off:.3g} relative" if np.isfinite(off) else "one row alone gives NaN"
         message = (
-            f"rows of a batch depend on each other (by {off:.3g} relative), so micro-batches and ranks disagree with "
-            "the whole batch: a baseline of the group does that by design, a normaliser should use global counts"
+            f"rows of a batch depend on each other ({how}), so micro-batches and ranks disagree with the whole "
+            "batch: a baseline of the group does that by design, a normaliser should use global counts"
         )
         findings.append(_finding("warning", message, split=off))
+    elif subject.kind == "loss":
+        findings += _summed(subject, batch)
     if subject.plan.takes("beta"):
         findings += _beta(subject, batch)
-    shifted = {"rewards", "token_rewards", "advantages", "sequence_advantages"} & set(subject.plan.roles.values())
-    if shifted and not coupled:
-        findings += _shifted(subject)
+    if _REWARDS & set(subject.plan.roles.values()) and not coupled:
+        findings += _arrives(subject, batch) or _shifted(subject)
     if not any(f.level == "error" for f in findings):
         findings.insert(0, _finding("info", "padding, order and repetition change nothing"))
     return findings
@@ -108,12 +112,32 @@ def _far(a: np.ndarray, b: np.ndarray, tolerance: float) -> float:
     return 0.0 if worst <= 100 * tolerance else min(worst, 1e30)
 
 
-def _twice(subject: Function, batch: Batch) -> list[Finding]:
-    a, b = (_real(batch, subject.evaluate(batch)) for _ in range(2))
-    if np.array_equal(a, b, equal_nan=True):
+def repeated(subject: Function, before: np.ndarray | None = None) -> tuple[np.ndarray, list[Finding]]:
+    """The result on the probe, and what is wrong where it is not what it was: a moment ago, or ``before``."""
+    batch = probe()
+    here = _real(batch, subject.evaluate(batch))
+    earlier = _real(batch, subject.evaluate(batch)) if before is None else before
+    far = _far(earlier, here, _ROUNDING)
+    if not far:
+        return here, []
+    if before is None:
+        message = (
+            f"the same input gives another result the second time (by {far:.3g} relative): dropout or sampling "
+            "inside; switch it off (eval mode) or pass the draw in, since nothing exact can be said of it"
+        )
+    else:
+        message = f"the same input gives another result later (by {far:.3g} relative): it keeps state between calls"
+    return here, [_finding("error", message, repeated=far)]
+
+
+def _summed(subject: Function, batch: Batch) -> list[Finding]:
+    """A loss that grows with the number of rows."""
+    whole = _gradient(subject.evaluate(batch))
+    first = _gradient(subject.evaluate(rows_of(batch, [0])))
+    if not first.any() or _far(first, whole[:1], subject.tolerance):
         return []
-    return [_finding("error", f"the same input gives another result the second time (by {_far(a, b, 0.0):.3g} "
-        "relative): dropout or sampling inside", repeated=_far(a, b, 0.0))]  # fmt: skip
+    return [_finding("warning", f"it sums over the rows of a batch: {_ROWS} rows weigh {_ROWS} times as much as one, "
+            "so the strength grows with the batch; take the mean over rows", batch_sum=float(_ROWS))]  # fmt: skip
 
 
 def poisoned(batch: Batch, poison: float) -> Batch:
@@ -168,8 +192,10 @@ def _appended(subject: Function, batch: Batch) -> list[Finding]:
     far = _far(a, b, subject.tolerance)
     if not far:
         return []
-    return [_finding("error", f"two more padded places change the result by {far:.3g} relative: padding is "
-        "counted as tokens; divide by the mask's sum", appended=far)]  # fmt: skip
+    level = "error" if subject.plan.takes("mask") else "warning"
+    return [_finding(level, f"two more padded places change the result by {far:.3g} relative: padding is "
+        "counted as tokens, or moved among them; divide by the mask's sum, shift within the real tokens",
+        appended=far)]  # fmt: skip
 
 
 def _permuted(subject: Function, batch: Batch) -> list[Finding]:
@@ -197,6 +223,10 @@ def _beta(subject: Function, batch: Batch) -> list[Finding]:
         return [_finding("error", "with beta = 0 it is NaN; return the loss without a KL term")]
     if np.array_equal(one, two) and np.array_equal(zero, one):
         return [_finding("error", "the coefficient is accepted and never applied: beta = 0, 1 and 2 give the same")]
+    if _far(zero, one, subject.tolerance) and not _far(one, two, max(subject.tolerance, 1e-4)):
+        return [_finding("error", "beta = 1 and beta = 2 give the same: where rewards are equal, a normaliser (the "
+            "group's standard deviation) contains the penalty and divides the coefficient out; take the penalty "
+            "after it, or no deviation")]  # fmt: skip
     findings = []
     far = max(
         _far(one - zero, 2 * (half - zero), subject.tolerance), _far(one - zero, (two - zero) / 2, subject.tolerance)
@@ -214,6 +244,25 @@ def _beta(subject: Function, batch: Batch) -> list[Finding]:
             )
         )
     return findings
+
+
+def _arrives(subject: Function, batch: Batch) -> list[Finding]:
+    """A reward must reach the gradient of every reply, however long."""
+
+    def effect(rows: Batch) -> float:
+        given, without = (replace(subject, shift=shift).evaluate(rows) for shift in (1.0, 0.0))
+        change = _gradient(given) - _gradient(without) if subject.kind == "loss" else given.value - without.value
+        return float(np.abs(np.where(rows.mask, change, 0.0) if change.ndim == 2 else change).max())
+
+    each = np.array([effect(rows_of(batch, [i])) for i in range(_ROWS)])
+    lost, tokens = each <= 1e-9, batch.mask.sum(axis=1)
+    if not lost.any():
+        return []
+    if lost.all():
+        return [_finding("warning", "rewards or advantages are accepted and change nothing: only the KL term is there")]
+    which = f"a reply of {tokens[lost].min()} of {batch.mask.shape[1]} tokens"
+    return [_finding("error", f"the reward never reaches {which}: it lands on a padded place and is masked away; put "
+        "it on the last real token", lost=float(lost.mean()))]  # fmt: skip
 
 
 def _shifted(subject: Function) -> list[Finding]:

@@ -142,7 +142,7 @@ def _combination(found: Found, names: list[str], tolerance: float) -> Named | No
     found = [(m, g) for m, g in found if m.length > 1] or list(found)
     columns = {name: np.concatenate([m.fields[name] for m, _ in found]) for name in names}
     words = _fitted(found, columns, ((names[:3], 2), (names, 2), (names, 3)), tolerance)
-    return words and Named("other", words)
+    return None if words is None else Named("other", words)
 
 
 def _mixture(fixed: Found, names: list[str], tolerance: float) -> Named | None:
@@ -152,7 +152,7 @@ def _mixture(fixed: Found, names: list[str], tolerance: float) -> Named | None:
     columns |= {f"{name}/T": [m.fields[name] / m.length for m, _ in fixed] for name in names}
     flat = {name: np.concatenate(each) for name, each in columns.items() if each}
     words = _fitted(fixed, flat, ((list(flat), 2), (list(flat), 3)), tolerance)
-    return words and Named("other", f"{words} at a fixed length T", 1.0, True)
+    return None if words is None else Named("other", f"{words} at a fixed length T", 1.0, True)
 
 
 def _fitted(

@@ -22,6 +22,7 @@ _EDGES = np.array(
     [0.5, 1, 2, 5, 9, 10, 10.5, 11, 11.1, 12, 15, 20, 30, 50, 80, 88, 88.7, 88.8, 89, 90, 100, 150, LARGEST]
 )
 _ROOM = 1 / 32  # of the largest number: what is nearer to it may overflow on the way, by a factor
+_COARSE = 1e-3  # tolerance of what computes in half precision
 _NEAR = -0.5  # the log-prob of whichever of the two is the likelier
 
 
@@ -179,31 +180,63 @@ def _of(sweep: Sweep) -> list[Finding]:
 
 
 def _flat(subject: Subject, *, coupled: bool) -> list[Finding]:
-    """Where a clamp holds the value: there, nothing pulls the policy back."""
+    """Where the gradient is gone: a clamp holds the value, or two large terms cancel to nothing."""
+    if subject.tolerance > _COARSE:  # values come in steps there, and slopes round to zero
+        return []
     how = manner(subject, coupled=coupled)
     delta = np.arange(-LARGEST, LARGEST + 1) + 0.25
     value, slope = run(subject, batch_of(delta), "float64", how)
+    if how.differentiate and slope.any():
+        dead = (slope == 0) & np.isfinite(value)
+        cancelled = dead & ~_still(value) & (subject.kind != "loss")  # a surrogate's value says nothing
+        held = dead & ~cancelled
+    else:
+        held, cancelled = _held(value), np.zeros(len(delta), bool)
+    findings = []
+    if held.any() and not (held | cancelled).all():
+        share = float(held.mean())
+        findings.append(Finding(
+            "numerics", "warning",
+            f"a clamp leaves no gradient for log pi/pi_ref {_ranges(delta, held)} ({share:.0%} of the range to "
+            f"{LARGEST:g}): the worst drift is not penalised further",
+            {"dead_share": share},
+        ))  # fmt: skip
+    if cancelled.any() and not (held | cancelled).all():
+        share = float(cancelled.mean())
+        findings.append(Finding(
+            "numerics", "warning",
+            f"the gradient is exactly 0 for log pi/pi_ref {_ranges(delta, cancelled)} ({share:.0%} of the range to "
+            f"{LARGEST:g}) though the value still changes: two large terms cancel in rounding, or that part is "
+            "detached",
+            {"cancelled_share": share},
+        ))  # fmt: skip
+    return findings
+
+
+def _still(value: np.ndarray) -> np.ndarray:
+    """Where neighbours on the grid have the same value."""
+    with np.errstate(invalid="ignore"):
+        same = np.diff(value) == 0
+    return np.append(same, False) | np.append(False, same)
+
+
+def _held(value: np.ndarray) -> np.ndarray:
+    """Where a clamp holds the value: flat over a stretch, and from one place to the next."""
     with np.errstate(invalid="ignore"):
         step = np.abs(np.diff(value))
-        same = np.append(step == 0, False) | np.append(False, step == 0)
-        # a smooth tail flattens by degrees; a clamp from one place to the next
-        edge = np.flatnonzero(np.diff(same.astype(int)))
-        abrupt = any(step[max(i - 1, 0) : i + 2].max() > 1e-6 * max(1.0, abs(float(value[i]))) for i in edge)
-    clamped = same & abrupt & (subject.kind != "loss")
-    vanished = (slope == 0) & np.isfinite(value) if how.differentiate else np.zeros(len(value), bool)
-    held = clamped | vanished
-    share = float(held.mean())
-    if not held.any() or held.all():
-        return []
-    positive, negative = delta[held & (delta > 0)], delta[held & (delta < 0)]
-    ranges = [f"above {positive.min():.3g}" for _ in positive[:1]] + [
-        f"below {negative.max():.3g}" for _ in negative[:1]
-    ]
-    # where large terms cancel in the gradient, the value goes on growing
-    growing = bool(np.any(vanished & (np.append(step, 0) > 0))) and not clamped.any()
-    cause = "terms that cancel leave" if growing and subject.kind != "loss" else "a clamp leaves"
-    message = (
-        f"{cause} no gradient for log pi/pi_ref {' and '.join(ranges)} ({share:.0%} of the range to "
-        f"{LARGEST:g}): the worst drift is not penalised further"
-    )
-    return [Finding("numerics", "warning", message, {"dead_share": share})]
+    flat = step == 0
+    long = flat & np.append(flat[1:], False) & np.append(False, flat[:-1])  # rounding alone leaves shorter stretches
+    if not long.any():
+        return np.zeros(len(value), bool)
+    same = _still(value)
+    # a smooth tail flattens by degrees; a clamp from one place to the next
+    edge = np.flatnonzero(np.diff(same.astype(int)))
+    abrupt = any(step[max(i - 1, 0) : i + 2].max() > 1e-6 * max(1.0, abs(float(value[i]))) for i in edge)
+    return same & abrupt
+
+
+def _ranges(delta: np.ndarray, where: np.ndarray) -> str:
+    """``above 20.2 and below -20.8``: from where on."""
+    positive, negative = delta[where & (delta > 0)].tolist(), delta[where & (delta < 0)].tolist()
+    parts = [f"above {min(positive):.3g}" if positive else "", f"below {max(negative):.3g}" if negative else ""]
+    return " and ".join(filter(None, parts))

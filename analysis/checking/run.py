@@ -114,16 +114,23 @@ def _sections(subject: BuiltIn | Function, report: Report, error: float, section
     def more(findings: list[Finding], **numbers: Any) -> Report:
         return _with(report, findings=(*report.findings, *findings), **numbers)
 
-    coupled, off = invariance.is_coupled(subject) if isinstance(subject, Function) else (False, 0.0)
-    yield report
-    if "value" in sections or "variance" in sections:
-        numbers, findings = value.examine(subject, coupled=coupled)
-        report = more(findings if "value" in sections else [], value=numbers)
+    coupled, off, before = False, 0.0, None
+    if isinstance(subject, Function):
+        before, random = invariance.repeated(subject)
+        if random:
+            yield more(random)
+            return
+        coupled, off = invariance.is_coupled(subject)
     yield report
     section = gradient.Section({}, [], {})
     if {"gradient", "variance", "numerics", "sampling"} & set(sections):
         section = gradient.examine(subject, report.target, report.placement, coupled=coupled)
-        report = more(section.findings if "gradient" in sections else [], gradient=section.gradient)
+        report = _with(report, gradient=section.gradient)
+    yield report
+    if "value" in sections or "variance" in sections:
+        numbers, findings = value.examine(subject, coupled=coupled, surrogate=report.gives == ["loss"])
+        report = more(findings if "value" in sections else [], value=numbers)
+    report = more(section.findings if "gradient" in sections else [])
     yield report
     verdicts = {where: found["verdict"] for where, found in section.gradient.items()}
     if "variance" in sections:
@@ -143,6 +150,7 @@ def _sections(subject: BuiltIn | Function, report: Report, error: float, section
     if "sampling" in sections and not coupled:
         used = (report.gives or list(verdicts))[0]
         report = more(sampling.examine(subject, used, dead=verdicts[used] == "dead"))
-    if isinstance(subject, Function) and subject.notes:
+    if isinstance(subject, Function):
+        report = more(invariance.repeated(subject, before)[1])
         report = more([Finding("function", "info", note) for note in subject.notes])
     yield report

@@ -88,7 +88,7 @@ def examine(subject: Subject, placement: str, *, dead: bool) -> list[Finding]:
         if subject.kind != "loss" and subject.returns != "return":  # the value of a surrogate says nothing
             text += f", the value goes from {usual:.4g} to {expected:.4g}"
             text += "; a negative mean KL in a log is this fault, not noise" if expected < 0 < usual else ""
-        wrong = corrects and off > 1e-6
+        wrong = corrects and off > 1e-6 and SAMPLERS[name][1] != _MASS
         mend = "it takes the sampler's log-probs and does not make up for it" if wrong else SAMPLERS[name][1]
         text += f"; {mend}"
         findings.append(Finding("sampling", "warning" if wrong else "info", text, numbers))

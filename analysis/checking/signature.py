@@ -115,7 +115,7 @@ def plan(function: Callable[..., Any], mapping: Mapping[str, str] = {}, constant
         ValueError: for a parameter that cannot be filled, or a mapping that names nothing; lists what is offered.
     """
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(getattr(function, "forward", function))  # a torch module's own is (*args)
     except (TypeError, ValueError):
         raise ValueError(
             f"{function!r} does not say what arguments it takes: wrap it in a function that does"

@@ -19,9 +19,9 @@ from klgrad.synth.configurations import Configuration
 from klgrad.synth.enumeration import Batch
 
 RETURNS = ("penalty", "reward", "return")
-# relative changes that are lost, what to compare to then, and the precision's name
-_PRECISIONS = ((1e-6, 3e-2, "half"), (1e-11, 1e-4, "single"))
-_STEP = 1e-3  # of the differences: their error is of fourth order
+# relative changes that are lost, what to compare to then, the step of differences, and the precision's name
+_PRECISIONS = ((1e-6, 3e-2, 0.25, "half"), (1e-11, 1e-4, 1e-2, "single"))
+_MASKS = {"bool": np.bool_, "float": np.float64, "int": np.int64}
 _DIFFERENCES = ((1, 8 / 12), (2, -1 / 12))
 
 
@@ -89,8 +89,9 @@ class Function:
         kind: ``token`` (it returns ``[B, T]``), ``sequence`` (``[B]``) or ``loss`` (a scalar).
         backend: ``torch`` or ``numpy``.
         returns: ``penalty``, ``reward`` (its negative) or ``return`` (``[B, T]`` rewards to go, one per token).
-        mask: the type its mask has: ``bool`` or ``float``.
+        mask: the type its mask has: ``bool``, ``float`` or ``int``.
         tolerance: relative; wider where it computes in less than float64.
+        step: of the differences, where there is no autograd; their error is of fourth order.
         timeout: seconds for one call.
         shift: the constant that rewards and advantages are.
         notes: what was seen on the way: prints, extra outputs, a lower precision.
@@ -104,6 +105,7 @@ class Function:
     returns: str = "penalty"
     mask: str = "bool"
     tolerance: float = 1e-8
+    step: float = 1e-3
     timeout: float = 30.0
     shift: float = 0.0
     notes: list[str] = field(default_factory=list)
@@ -157,9 +159,12 @@ class Function:
         if not differentiate:
             return Terms(value, raw=raw)
         slopes = dict.fromkeys(leaves, None)
-        if out.requires_grad:
+        if getattr(out, "requires_grad", False):
             real = torch.where(torch.as_tensor(batch.mask), out, torch.zeros_like(out)) if out.ndim == 2 else out
-            found = torch.autograd.grad(real.sum(), list(leaves.values()), allow_unused=True)
+            try:
+                found = torch.autograd.grad(real.sum(), list(leaves.values()), allow_unused=True)
+            except RuntimeError as error:
+                raise Fault(f"its gradient cannot be taken: {' '.join(str(error).split())[:200]}") from None
             slopes = dict(zip(leaves, found, strict=True))
         signed = {
             role: np.zeros(tuple(leaves[role].shape)) if slope is None else self._sign * _float64(slope)
@@ -195,8 +200,8 @@ class Function:
             for sign in (1, -1):
                 moved = {name: getattr(batch, name) for name in Batch.__dataclass_fields__}
                 moved[role] = np.array(moved[role], float)
-                moved[role][place] += sign * steps * _STEP
-                total = total + sign * weight / _STEP * self._numpy(Batch(**moved), dtype, beta).by_sequence
+                moved[role][place] += sign * steps * self.step
+                total = total + sign * weight / self.step * self._numpy(Batch(**moved), dtype, beta).by_sequence
         return total
 
     # -- what goes in and what comes out
@@ -222,7 +227,7 @@ class Function:
             "behaviour": lambda: array(batch.behaviour),
             "full_reference": lambda: array(batch.full_reference),
             "log_ratio": lambda: given["log_probs"] - array(batch.reference),
-            "mask": lambda: whole(mask.copy()) if self.mask == "bool" else array(mask.astype(float)),
+            "mask": lambda: array(mask) if self.mask == "float" else whole(mask.astype(_MASKS[self.mask])),
             "tokens": lambda: whole(np.array(batch.tokens, np.int64)),
             "advantages": lambda: array(np.full((rows, length), self.shift)),
             "token_rewards": lambda: array(np.full((rows, length), self.shift)),
@@ -239,8 +244,8 @@ class Function:
             if not unchanged(before[name], value):
                 raise Fault(f"it changes its argument {name!r} in place: work on a copy")
         if isinstance(out, (tuple, list)) and out:
-            note(self.notes, "it returns several things; the first is checked")
-            out = out[0]
+            note(self.notes, "it returns several things; the first array among them is checked")
+            out = next((part for part in out if hasattr(part, "shape")), out[0])
         return out
 
     def _check(self, out: Any, batch: Batch) -> None:
@@ -290,7 +295,7 @@ def function_subject(
     how = plan(function, mapping, constants)
     first: Fault | None = None
     for backend in ("torch", "numpy") if _mentions_torch(function) else ("numpy", "torch"):
-        for mask in ("bool", "float") if how.takes("mask") else ("bool",):
+        for mask in _MASKS if how.takes("mask") else ("bool",):
             try:
                 return _probed(Function(shown, function, how, "token", backend, returns, mask, timeout=timeout), probe)
             except Fault as fault:
@@ -307,7 +312,7 @@ def _probed(subject: Function, probe: Batch) -> Function:
     for kind in ("token", "sequence", "loss"):
         tried = replace(subject, kind=kind, notes=[])
         try:
-            tried.evaluate(probe, differentiate=False)
+            found = tried.evaluate(probe, differentiate=False)
         except Fault as fault:
             if fault.kind != "shape":
                 raise
@@ -315,13 +320,15 @@ def _probed(subject: Function, probe: Batch) -> Function:
             continue
         if tried.returns == "return" and kind != "token":
             raise ValueError(f"returns = 'return' is one number per token, [B, T]; {tried.name} gives {kind}")
-        for digits, tolerance, precision in _PRECISIONS:
+        if not np.isfinite(found.value).all():
+            raise Fault("on ordinary log-probs, with 0 at padded places, it returns NaN or infinity")
+        for digits, tolerance, step, precision in _PRECISIONS:
             if _coarse(tried, probe, digits):
                 note(
                     tried.notes,
                     f"it computes in {precision} precision, whatever it is given; compared to {tolerance:g}",
                 )
-                return replace(tried, tolerance=tolerance)
+                return replace(tried, tolerance=tolerance, step=step)
         return tried
     assert last is not None
     raise last

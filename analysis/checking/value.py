@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,11 @@ import numpy as np
 from klgrad.analysis.checking.gradient import Subject
 from klgrad.analysis.checking.models import LENGTHS, Model, models, with_reference
 from klgrad.analysis.checking.report import Finding
+from klgrad.analysis.checking.subject import BuiltIn
 from klgrad.synth.enumeration import Batch, rows_of
+
+_REPEATED = 1e-6  # what the same arithmetic on the same numbers may differ by
+_FULL = "full_log_probs"
 
 
 def outcomes(subject: Subject, m: Model, *, coupled: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -31,70 +36,186 @@ def by_sequence(subject: Subject, model: Model) -> np.ndarray:
     return np.array([float(subject.evaluate(rows_of(model.batch, [i]), differentiate=False).value) for i in rows])
 
 
-def examine(subject: Subject, *, coupled: bool) -> tuple[dict[str, Any], list[Finding]]:
+def examine(subject: Subject, *, coupled: bool, surrogate: bool = False) -> tuple[dict[str, Any], list[Finding]]:
     """The value's part of a report.
 
     A loss is a surrogate: its value need not be the KL, so what is amiss there is told and not held against it.
+
+    Args:
+        surrogate: a term that gives the wanted gradient in the loss alone: its value may be anything too.
     """
     loose = subject.kind == "loss" or subject.returns == "return" or coupled
     chosen = [m for m in models(LENGTHS, 1) if not coupled or m.length <= 2]
     each = [outcomes(subject, m, coupled=coupled) for m in chosen]
     expected = [float(weight @ value) for value, weight in each]
     shown = max((i for i, m in enumerate(chosen) if not m.ends), key=lambda i: chosen[i].length)
-    relative = max(abs(e - m.kl) / m.kl for e, m in zip(expected, chosen, strict=True))
+    ratios = np.array([e / m.kl for e, m in zip(expected, chosen, strict=True)])
+    relative = float(np.abs(ratios - 1).max())
+    worst = int(np.argmax(np.abs(ratios - 1))) if abs(ratios[shown] - 1) < 0.01 else shown
     lowest = min(float(value.min()) for value, _ in each)
     identity = max(_at_identity(subject, m, coupled=coupled) for m in chosen if m.length <= 4)
-    mismatch = None if coupled else support_mismatch(subject)
     unbiased = relative <= 10 * subject.tolerance
+    nothing = max(float(np.abs(value).max()) for value, _ in each) <= 1e-12
     numbers = {
         "expected": expected[shown], "kl": chosen[shown].kl, "bias": expected[shown] - chosen[shown].kl,
-        "relative_bias": relative, "nonnegative": lowest >= -1e-9,
-        "zero_at_identity": identity <= 100 * subject.tolerance, "at_identity": identity, "support_mismatch": mismatch,
+        "relative_bias": relative, "nonnegative": lowest >= -1e-9, "always_zero": nothing,
+        "zero_at_identity": identity <= _REPEATED, "at_identity": identity,
+        "support_mismatch": None if coupled else support_mismatch(subject),
+        "impossible_token": None if coupled else impossible_token(subject),
+        "exchanged": not (loose or unbiased or nothing) and is_exchanged(subject),
     }  # fmt: skip
-    return numbers, [*_findings(numbers, loose=loose, unbiased=unbiased)]
+    said = f"{expected[worst]:.4g} where the KL is {chosen[worst].kl:.4g}"
+    found = list(_estimate(numbers, said, ratios, loose=loose, surrogate=surrogate, unbiased=unbiased))
+    found += _identity(numbers, subject.tolerance, loose=loose, surrogate=surrogate)
+    found += _support(numbers, loose=loose or surrogate, unbiased=unbiased)
+    return numbers, found
 
 
-def _findings(numbers: dict[str, Any], *, loose: bool, unbiased: bool) -> list[Finding]:
-    found = []
+def _finding(level: str, message: str, numbers: dict[str, Any], *keys: str) -> Finding:
+    return Finding("value", level, message, {key: numbers[key] for key in keys})
 
-    def add(level: str, message: str, *keys: str) -> None:
-        kept = {key: numbers[key] for key in keys}
-        found.append(Finding("value", "info" if loose and level == "warning" else level, message, kept))
 
-    expected, kl = numbers["expected"], numbers["kl"]
-    if loose:
-        add("info", f"a surrogate: its value, {expected:.4g} in expectation, is not an estimate of the KL "
-            f"({kl:.4g}), and need not be: log the KL apart", "expected", "kl")  # fmt: skip
+def _estimate(
+    numbers: dict[str, Any], said: str, ratios: np.ndarray, *, loose: bool, surrogate: bool, unbiased: bool
+) -> Iterator[Finding]:
+    """Is its expectation the KL?"""
+    keys = ("expected", "kl", "bias")
+    if numbers["always_zero"]:
+        level = "info" if loose or surrogate else "error"
+        yield _finding(
+            level,
+            "it is 0 for every sample, whatever policy and reference are: both sides are the same log-probs, or the "
+            "term never enters",
+            numbers,
+            *keys,
+        )
     elif unbiased:
-        add("info", "the expected value is exactly the sequence-level KL", "expected", "kl", "bias")
-    elif expected < 0 or not np.isfinite(expected):
-        add("error", f"the expected value is {expected:.4g} where the KL is {kl:.4g}: no KL is negative; flip its "
-            "sign, or say that it returns a reward", "expected", "kl", "bias")  # fmt: skip
+        yield _finding("info", "the expected value is exactly the sequence-level KL", numbers, *keys)
+    elif loose or surrogate:
+        yield _finding(
+            "info",
+            f"a surrogate: its expected value, {said}, is no estimate of the KL, and need not be: log the KL apart",
+            numbers,
+            *keys,
+        )
+    elif numbers["expected"] < 0 or not np.isfinite(numbers["expected"]):
+        mirrored = bool(np.isfinite(ratios).all() and np.ptp(ratios) <= 1e-3 * abs(ratios[0]))
+        mend = (
+            "flip its sign, or say that it returns a reward"
+            if mirrored
+            else "what it compares is not policy and reference on the same tokens at the same temperature"
+        )
+        yield _finding("error", f"the expected value is {said}: no KL is negative or undefined; {mend}", numbers, *keys)
     else:
-        add("warning", f"the expected value is {expected:.4g} where the KL is {kl:.4g} (relative bias up to "
-            f"{numbers['relative_bias']:.3g}): do not log it as the KL", "expected", "kl", "bias")  # fmt: skip
-    if not loose and not numbers["nonnegative"]:
-        add("info", "single estimates can be negative; their mean is what counts", "nonnegative")
-    if not numbers["zero_at_identity"]:
-        add("warning" if loose else "error",
-            f"with equal log-probs it is {numbers['at_identity']:.4g}, not 0: the two are misaligned, scaled "
-            "apart, or not compared at all", "at_identity")  # fmt: skip
-    support = numbers["support_mismatch"]
+        mend = (
+            "with policy and reference exchanged it is exactly the KL: are the two arguments swapped?"
+            if numbers["exchanged"]
+            else "do not log it as the KL"
+        )
+        yield _finding(
+            "warning",
+            f"the expected value is {said} (relative bias up to {numbers['relative_bias']:.3g}): {mend}",
+            numbers,
+            *keys,
+        )
+    if not (loose or surrogate or numbers["nonnegative"]):
+        yield _finding("info", "single estimates can be negative; their mean is what counts", numbers, "nonnegative")
+
+
+def _identity(numbers: dict[str, Any], tolerance: float, *, loose: bool, surrogate: bool) -> Iterator[Finding]:
+    """Is it 0 where policy and reference are the same?"""
+    if numbers["zero_at_identity"]:
+        return
+    floor = numbers["at_identity"]
+    if tolerance > _REPEATED and floor <= tolerance:
+        yield _finding(
+            "warning",
+            f"with equal log-probs it is {floor:.3g}, not 0: the floor of the precision it computes in; a logged KL "
+            "below that says nothing",
+            numbers,
+            "at_identity",
+        )
+        return
+    level = "info" if loose else "warning" if surrogate else "error"
+    yield _finding(
+        level,
+        f"with equal log-probs it is {floor:.4g}, not 0"
+        + ("" if loose else ": the two are misaligned, scaled apart, or not compared at all"),
+        numbers,
+        "at_identity",
+    )
+
+
+def _support(numbers: dict[str, Any], *, loose: bool, unbiased: bool) -> Iterator[Finding]:
+    """What becomes of probability 0?"""
+    support, impossible = numbers["support_mismatch"], numbers["impossible_token"]
     if support == "nan":
-        add("error", "a token that the reference cannot emit gives NaN (the KL is infinite): guard -inf before "
-            "subtracting or multiplying", "support_mismatch")  # fmt: skip
+        yield _finding(
+            "error",
+            "a token that the reference cannot emit gives NaN (the KL is infinite): guard -inf before subtracting or "
+            "multiplying",
+            numbers,
+            "support_mismatch",
+        )
     elif support == "-inf" and not loose:
-        add("error", "a token that the reference cannot emit gives -inf: the KL is +inf", "support_mismatch")
+        message = "a token that the reference cannot emit gives -inf: the KL is +inf"
+        yield _finding("error", message, numbers, "support_mismatch")
     elif support == "finite" and unbiased and not loose:
-        add("warning", "a token that the reference cannot emit gives a quiet finite number (the KL is infinite): "
-            "a clamp hides the mismatch", "support_mismatch")  # fmt: skip
-    return found
+        yield _finding(
+            "warning",
+            "a token that the reference cannot emit gives a quiet finite number (the KL is infinite): a clamp hides "
+            "the mismatch",
+            numbers,
+            "support_mismatch",
+        )
+    if impossible not in (None, "finite"):
+        yield _finding(
+            "error",
+            f"a token that neither can emit (-inf in both, as a mask on the vocabulary leaves it) makes the "
+            f"{impossible} NaN or infinite, where it adds nothing: 0 x (-inf - -inf); replace both by 0 with where() "
+            "before subtracting",
+            numbers,
+            "impossible_token",
+        )
 
 
 def _at_identity(subject: Subject, m: Model, *, coupled: bool) -> float:
     same = with_reference(m, m.pair.policy.log_probs)
     worst = float(np.abs(outcomes(subject, same, coupled=coupled)[0]).max())
     return worst if np.isfinite(worst) else float("inf")
+
+
+def is_exchanged(subject: Subject) -> bool:
+    """Whether its expected value would be the KL with policy and reference changed for each other."""
+    for m in models((2,), 1):
+        b = m.batch
+        other = replace(
+            b, log_probs=b.reference, reference=b.log_probs, full_log_probs=b.full_reference,
+            full_reference=b.full_log_probs,
+        )  # fmt: skip
+        value = subject.evaluate(other, differentiate=False).by_sequence
+        if not abs(float(m.probability @ value) - m.kl) <= 10 * subject.tolerance * m.kl:
+            return False
+    return True
+
+
+def impossible_token(subject: Subject) -> str | None:
+    """What is not finite where the vocabulary holds a token of probability 0 for both: ``value``, ``gradient``.
+
+    ``finite`` where nothing is; None for what does not look at the vocabulary.
+    """
+    takes = subject.configuration.estimator.full if isinstance(subject, BuiltIn) else subject.plan.takes(_FULL)
+    if not takes:
+        return None
+    (m,) = (m for m in models((2,), 1) if m.ends)
+    rows = rows_of(m.batch, [0])
+    masked = np.arange(rows.full_log_probs.shape[-1]) == int(rows.tokens[0, 0] + 1)
+    full, reference = (np.where(masked, -np.inf, a) for a in (rows.full_log_probs, rows.full_reference))
+    autograd = isinstance(subject, BuiltIn) or subject.backend == "torch"
+    terms = subject.evaluate(replace(rows, full_log_probs=full, full_reference=reference), differentiate=autograd)
+    if not np.isfinite(terms.by_sequence).all():
+        return "value"
+    return "finite" if terms.vocab is None or np.isfinite(terms.vocab).all() else "gradient"
 
 
 def support_mismatch(subject: Subject) -> str:

@@ -94,7 +94,7 @@ def tail(subject: Subject, *, unbiased: bool) -> tuple[dict[str, Any], list[Find
     numbers = {"rare_token_probability": unseen, "median_batch": median, "mean_batch": mean, "token_variance": spread}
     kl = float(pi @ (np.log(pi) - np.log(reference)))
     numbers["kl"] = kl
-    if unbiased and abs(mean - kl) > 1e-6 * kl:
+    if unbiased and abs(mean - kl) > max(1e-6, 10 * subject.tolerance) * kl:
         message = (
             f"a clamp hides drift: where the policy has all but dropped a token (probability {RARE:g}; the reference's "
             f"is 1/2) the expected value is {mean:.4g} and the KL {kl:.4g}"

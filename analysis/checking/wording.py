@@ -15,6 +15,7 @@ def sentence(found: dict[str, Any], target: str, placement: str) -> str:
         return _group_sentence(found, target)
     if verdict in WANTED and verdict == target:
         return f"the expected gradient is exactly the {WANTED[verdict]} gradient"
+    free = _free(found)
     words = {
         "sequence": "it is the sequence-level reverse-KL gradient, the future term included",
         "token": "it is the token-level reverse-KL gradient: the future term, what a token does to later KL, is "
@@ -22,14 +23,13 @@ def sentence(found: dict[str, Any], target: str, placement: str) -> str:
         "token-forward": f"it descends the token-level forward KL(pi_ref || pi), not the reverse KL ({far}): "
         "an unbiased value does not make an unbiased gradient",
         "zero": "its expected gradient is zero: pure noise that holds nothing back"
-        + ("" if found["reference_matters"] else ", and it does not depend on the reference")
-        + "; put the estimate in the reward instead",
+        f"{free}; put the estimate in the reward instead",
         "dead": "the penalty is zero for every sample: nothing reaches the gradient"
         if placement == "reward"
         else "the gradient is zero for every sample: detached, under no_grad, or clamped flat; logged, never optimised",
         "future": f"it is the future term alone: a token's own KL is missing ({far}); differentiate the exact "
         "per-position KL as well (placement both)",
-        "divergence": f"it optimises another divergence: {_factor(scale)}{found['name']} ({far})",
+        "divergence": f"it optimises something else: {_factor(scale)}{found['name']} ({far}){free}",
     }
     if verdict in words:
         return words[verdict]
@@ -41,6 +41,10 @@ def sentence(found: dict[str, Any], target: str, placement: str) -> str:
     return _other_sentence(found)
 
 
+def _free(found: dict[str, Any]) -> str:
+    return "" if found["reference_matters"] else ", and it does not depend on the reference"
+
+
 def _distance(found: dict[str, Any]) -> str:
     """Relative bias and cosine at their worst; with an end token too where that is what differs."""
     parts = [found, *([found["with_end_token"]] if found["only_fixed_length"] else [])]
@@ -50,8 +54,10 @@ def _distance(found: dict[str, Any]) -> str:
 
 
 def _other_sentence(found: dict[str, Any]) -> str:
-    text = f"it is no gradient of a known objective: {found['name']} ({_distance(found)})"
-    if found["only_fixed_length"] and isinstance(found["factor"], float):
+    text = f"it is no gradient of a known objective: {found['name']} ({_distance(found)}){_free(found)}"
+    if "/T" in found["name"]:
+        text += "; a mean over tokens meets a sum, so what is optimised depends on the length"
+    elif found["only_fixed_length"]:
         text += "; look at what padding does, and at weights that differ between long and short replies"
     if found["at_identity"] > 1e-3:
         text += (
