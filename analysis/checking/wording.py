@@ -92,9 +92,11 @@ def _scaled_sentence(found: dict[str, Any], field: str) -> str:
 
 
 def _law(scales: dict[int, float]) -> str:
-    first = next(iter(scales.values())) * next(iter(scales))
-    if all(abs(s * n - first) <= 1e-4 * abs(first) for n, s in scales.items()):
-        return "1/T" if abs(first - 1) < 1e-4 else f"{first:.4g}/T"
+    for power, law in ((-1, "1/T"), (1, "T")):
+        base = [s / n**power for n, s in scales.items()]
+        if max(base) - min(base) <= 1e-4 * abs(base[0]):
+            size = f"{base[0]:.4g}"
+            return law if size == "1" else f"{size}/T" if power < 0 else f"{size} T"
     return "a factor that depends on the length"
 
 

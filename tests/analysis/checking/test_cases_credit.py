@@ -27,10 +27,6 @@ TOY, TOY_TRUTH = one_token(0.7, 0.2), 0.469054
 TWO, TWO_TRUTH = two_tokens(), (0.092016, 0, 0.098875)
 
 
-def verdicts(function, **options):
-    return {w: part["verdict"] for w, part in check(function, sections=("gradient",), **options).gradient.items()}
-
-
 def own_token(logp, ref_logp, mask):
     return (masked(mask, logp - ref_logp).detach() * masked(mask, logp)).sum(-1).mean()
 
