@@ -168,11 +168,23 @@ def _poison(subject: Function, batch: Batch) -> list[Finding]:
                 return [_finding("warning", f"{message}{shown} on real tokens; take a mask", poison=str(poison))]
             return [_finding("error", f"{poison:g} at padded places leaks through the mask: {shown} on real tokens; "
                 "multiplying by the mask keeps 0 x inf, use where() before exp()", poison=str(poison))]  # fmt: skip
-        leaks = subject.plan.takes("mask") and terms.raw is not None and terms.raw.ndim == 2
-        if leaks and not np.isfinite(terms.raw).all():  # type: ignore[arg-type]
-            return [_finding("error", f"it takes the mask, and with {poison:g} at padded places returns what is not "
-                "finite there, which spoils any sum; use where() before exp()", poison=str(poison))]  # fmt: skip
+        spoiled = subject.plan.takes("mask") and _spoiled(batch, terms)
+        if spoiled:
+            return [_finding("error", f"it takes the mask, and with {poison:g} at padded places {spoiled}; use where() "
+                "before exp(), not after", poison=str(poison))]  # fmt: skip
     return []
+
+
+def _spoiled(batch: Batch, terms: Terms) -> str:
+    """What is not finite at padded places, in words: a network's weights see the gradient of every place."""
+    padded = ~np.asarray(batch.mask)
+    if terms.raw is not None and terms.raw.ndim == 2 and not np.isfinite(terms.raw).all():
+        return "returns what is not finite there, which spoils any sum"
+    assert terms.token is not None
+    slopes = [terms.token[padded], *([] if terms.vocab is None else [terms.vocab[padded]])]
+    if not all(np.isfinite(slope).all() for slope in slopes):
+        return "has a gradient there that is not finite (0 x inf in the backward pass), which spoils every weight"
+    return ""
 
 
 def _appended(subject: Function, batch: Batch) -> list[Finding]:
