@@ -60,8 +60,10 @@ def _loss_gradient_off(subject: Function, batch: Batch) -> float:
 
 
 def _gradient(terms: Terms) -> np.ndarray:
+    """``[B, T, 1 or 1 + V]`` derivative in the sampled tokens' log-probs, and in the full ones."""
     assert terms.token is not None
-    return terms.token if terms.vocab is None else terms.token + terms.vocab.sum(axis=-1)
+    token = terms.token[..., None]
+    return token if terms.vocab is None else np.concatenate([token, terms.vocab], axis=-1)
 
 
 def examine(subject: Function, *, coupled: bool, off: float) -> list[Finding]:
@@ -95,10 +97,8 @@ def _finding(level: str, message: str, **numbers: Any) -> Finding:
 def _real(batch: Batch, terms: Terms) -> np.ndarray:
     """Value and gradient on the real tokens, as one list."""
     mask = np.asarray(batch.mask)
-    gradient = _gradient(terms)[mask]
-    vocab = np.zeros(0) if terms.vocab is None else terms.vocab[mask].ravel()
     value = terms.value[mask] if terms.value.ndim == 2 else terms.value.ravel()
-    return np.concatenate([value, gradient, vocab])
+    return np.concatenate([value, _gradient(terms)[mask].ravel()])
 
 
 def _far(a: np.ndarray, b: np.ndarray, tolerance: float) -> float:
@@ -168,21 +168,21 @@ def _poison(subject: Function, batch: Batch) -> list[Finding]:
                 return [_finding("warning", f"{message}{shown} on real tokens; take a mask", poison=str(poison))]
             return [_finding("error", f"{poison:g} at padded places leaks through the mask: {shown} on real tokens; "
                 "multiplying by the mask keeps 0 x inf, use where() before exp()", poison=str(poison))]  # fmt: skip
-        spoiled = subject.plan.takes("mask") and _spoiled(batch, terms)
+        spoiled = subject.plan.takes("mask") and _spoiled(batch, terms, gradient=bool(np.isfinite(poison)))
         if spoiled:
             return [_finding("error", f"it takes the mask, and with {poison:g} at padded places {spoiled}; use where() "
                 "before exp(), not after", poison=str(poison))]  # fmt: skip
     return []
 
 
-def _spoiled(batch: Batch, terms: Terms) -> str:
-    """What is not finite at padded places, in words: a network's weights see the gradient of every place."""
-    padded = ~np.asarray(batch.mask)
+def _spoiled(batch: Batch, terms: Terms, *, gradient: bool) -> str:
+    """What is not finite at padded places, in words: a network's weights see the gradient of every place.
+
+    What was not finite when it came in need not have a gradient that is.
+    """
     if terms.raw is not None and terms.raw.ndim == 2 and not np.isfinite(terms.raw).all():
         return "returns what is not finite there, which spoils any sum"
-    assert terms.token is not None
-    slopes = [terms.token[padded], *([] if terms.vocab is None else [terms.vocab[padded]])]
-    if not all(np.isfinite(slope).all() for slope in slopes):
+    if gradient and not np.isfinite(_gradient(terms)[~np.asarray(batch.mask)]).all():
         return "has a gradient there that is not finite (0 x inf in the backward pass), which spoils every weight"
     return ""
 
@@ -212,14 +212,14 @@ def _appended(subject: Function, batch: Batch) -> list[Finding]:
 
 def _permuted(subject: Function, batch: Batch) -> list[Finding]:
     order = np.random.default_rng(1).permutation(_ROWS)
-    terms = subject.evaluate(batch)
     moved = rows_of(batch, order)
+    before, after = subject.evaluate(batch), subject.evaluate(moved)
+    assert before.token is not None
     expected = Terms(
-        terms.value if terms.value.ndim == 0 else terms.value[order],
-        _gradient(terms)[order],
-    )
-    got = subject.evaluate(moved)
-    far = _far(_real(moved, expected), _real(moved, Terms(got.value, _gradient(got))), subject.tolerance)
+        before.value if before.value.ndim == 0 else before.value[order], before.token[order],
+        None if before.vocab is None else before.vocab[order],
+    )  # fmt: skip
+    far = _far(_real(moved, expected), _real(moved, after), subject.tolerance)
     if not far:
         return []
     return [_finding("error", f"another order of the batch changes the result by {far:.3g} relative", permuted=far)]
@@ -264,7 +264,8 @@ def _arrives(subject: Function, batch: Batch) -> list[Finding]:
     def effect(rows: Batch) -> float:
         given, without = (replace(subject, shift=shift).evaluate(rows) for shift in (1.0, 0.0))
         change = _gradient(given) - _gradient(without) if subject.kind == "loss" else given.value - without.value
-        return float(np.abs(np.where(rows.mask, change, 0.0) if change.ndim == 2 else change).max())
+        real = rows.mask[..., None] if change.ndim == 3 else rows.mask if change.ndim == 2 else True
+        return float(np.abs(np.where(real, change, 0.0)).max())
 
     each = np.array([effect(rows_of(batch, [i])) for i in range(_ROWS)])
     lost, tokens = each <= 1e-9, batch.mask.sum(axis=1)
