@@ -168,23 +168,24 @@ def _poison(subject: Function, batch: Batch) -> list[Finding]:
                 return [_finding("warning", f"{message}{shown} on real tokens; take a mask", poison=str(poison))]
             return [_finding("error", f"{poison:g} at padded places leaks through the mask: {shown} on real tokens; "
                 "multiplying by the mask keeps 0 x inf, use where() before exp()", poison=str(poison))]  # fmt: skip
-        spoiled = subject.plan.takes("mask") and _spoiled(batch, terms, gradient=bool(np.isfinite(poison)))
-        if spoiled:
-            return [_finding("error", f"it takes the mask, and with {poison:g} at padded places {spoiled}; use where() "
-                "before exp(), not after", poison=str(poison))]  # fmt: skip
+        leaks = subject.plan.takes("mask") and terms.raw is not None and terms.raw.ndim == 2
+        if leaks and not np.isfinite(terms.raw).all():  # type: ignore[arg-type]
+            return [_finding("error", f"it takes the mask, and with {poison:g} at padded places returns what is not "
+                "finite there, which spoils any sum; use where() before exp()", poison=str(poison))]  # fmt: skip
+    return _spoiled(subject, batch) if subject.plan.takes("mask") else []
+
+
+def _spoiled(subject: Function, batch: Batch) -> list[Finding]:
+    """Far log-probs at padded places: a network's weights see the gradient there too, and 0 x inf is NaN."""
+    mask = np.asarray(batch.mask)
+    for near, far in ((0.0, -1000.0), (-1000.0, 0.0)):
+        filled = {"log_probs": near, "reference": far, "behaviour": (near + far) / 2}
+        rows = replace(batch, **{name: np.where(mask, getattr(batch, name), fill) for name, fill in filled.items()})
+        if not np.isfinite(_gradient(subject.evaluate(rows))[~mask]).all():
+            return [_finding("error", f"log-probs of {near:g} and {far:g} at padded places give a gradient there that "
+                "is not finite (0 x inf in the backward pass), which spoils every weight; use where() before exp(), "
+                "not after")]  # fmt: skip
     return []
-
-
-def _spoiled(batch: Batch, terms: Terms, *, gradient: bool) -> str:
-    """What is not finite at padded places, in words: a network's weights see the gradient of every place.
-
-    What was not finite when it came in need not have a gradient that is.
-    """
-    if terms.raw is not None and terms.raw.ndim == 2 and not np.isfinite(terms.raw).all():
-        return "returns what is not finite there, which spoils any sum"
-    if gradient and not np.isfinite(_gradient(terms)[~np.asarray(batch.mask)]).all():
-        return "has a gradient there that is not finite (0 x inf in the backward pass), which spoils every weight"
-    return ""
 
 
 def _appended(subject: Function, batch: Batch) -> list[Finding]:
