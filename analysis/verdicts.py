@@ -22,7 +22,7 @@ from klgrad.synth.policies import PolicyPair, log_softmax, tabular, with_behavio
 FIELDS = ("sequence", "token", "token-forward")
 STALE_FIELDS = (*FIELDS, "token on stale prefixes", "token-forward on stale prefixes")
 TOLERANCE = 1e-8
-_LENGTH = 4
+LENGTH = 4
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,14 @@ def probes(*, off_policy: bool = False) -> tuple[PolicyPair, ...]:
 
 
 @cache
-def _fields(*, off_policy: bool) -> np.ndarray:
-    """``[D, F]`` the known fields of all probes, stacked; off-policy those on the sampler's prefixes too."""
-    stale = probes(off_policy=off_policy)
+def _fields(off_policy: bool, length: int, count: int) -> np.ndarray:
+    """``[D, F]`` the known fields of the first probes, stacked; off-policy those on the sampler's prefixes too."""
+    stale = probes(off_policy=off_policy)[:count]
     own = tuple(with_behaviour(pair, None) for pair in stale)
     columns = [(true_gradient, own), (token_gradient, own), (token_forward_gradient, own)]
     if off_policy:
         columns += [(token_gradient, stale), (token_forward_gradient, stale)]
-    return np.stack([np.concatenate([field(p, [_LENGTH])[0] for p in on]) for field, on in columns], axis=1)
+    return np.stack([np.concatenate([field(p, [length])[0] for p in on]) for field, on in columns], axis=1)
 
 
 def verdict(configuration: Configuration, *, off_policy: bool = False) -> Verdict:
@@ -79,12 +79,25 @@ def verdict(configuration: Configuration, *, off_policy: bool = False) -> Verdic
     Off-policy the token fields may stand on the policy's prefixes or on the stale ones that were sampled; the name is
     the same, the phrase says which.
     """
-    found = [moments(pair, [configuration], [_LENGTH], covariance="trace")[0] for pair in probes(off_policy=off_policy)]
-    gradient = np.concatenate([m.mean[0] for m in found])
-    second = sum(float(m.covariance[0]) for m in found if m.covariance is not None) + float(gradient @ gradient)
-    fields = _fields(off_policy=off_policy)
+    found = [moments(pair, [configuration], [LENGTH], covariance="trace")[0] for pair in probes(off_policy=off_policy)]
+    spread = sum(float(m.covariance[0]) for m in found if m.covariance is not None)
+    return classify([m.mean[0] for m in found], spread, off_policy=off_policy)
+
+
+def classify(
+    gradients: Sequence[np.ndarray], spread: float, *, off_policy: bool = False, length: int = LENGTH
+) -> Verdict:
+    """The verdict on expected gradients ``[d]``, one for each of the first probes, at one length.
+
+    The first probe has no end token: given its gradient alone, the verdict holds for sequences of fixed length.
+
+    Args:
+        spread: total variance of the estimate, which tells what is zero for every sample from what is so on average.
+    """
+    gradient = np.concatenate(list(gradients))
+    fields = _fields(off_policy, length, len(gradients))
     scale = float(np.linalg.norm(fields[:, 0]))
-    if second < (TOLERANCE * scale) ** 2:
+    if spread + float(gradient @ gradient) < (TOLERANCE * scale) ** 2:
         return Verdict("dead", "zero for every sample", (0.0,) * fields.shape[1])
     if not np.isfinite(gradient).all():
         return Verdict("other", "not finite", None)
