@@ -7,7 +7,9 @@ from typing import Any
 
 import click
 
-COMMANDS = ("check", "figure1", "growth", "compare", "exact", "table1", "estimators", "presets")
+COMMANDS = (
+    "figure1", "growth", "compare", "exact", "table1", "check", "libraries", "lint", "estimators", "presets",
+)  # fmt: skip
 
 
 class BadInput(click.ClickException):

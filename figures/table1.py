@@ -126,19 +126,20 @@ def _aligned(texts: list[str], values: list[str], widths: list[int], wide: int) 
 def _markdown(section: _Section) -> str:
     heads = [*_HEAD, *(f"T = {length}" for length in section.lengths)]
     ruler = ["---"] * 3 + ["---:"] * len(section.lengths)
-    lines = [section.title.replace("|", "\\|"), "", _pipes(heads), _pipes(ruler)]
-    lines += [_pipes([*text, *values]) for (text, _), values in zip(section.rows, section.numbers, strict=True)]
+    lines = [section.title.replace("|", "\\|"), "", pipes(heads), pipes(ruler)]
+    lines += [pipes([*text, *values]) for (text, _), values in zip(section.rows, section.numbers, strict=True)]
     return "\n".join(lines)
 
 
-def _pipes(cells: list[str]) -> str:
+def pipes(cells: list[str]) -> str:
+    """One row of a Markdown table."""
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def _latex(section: _Section) -> str:
     """A booktabs tabular, a thin rule between estimators."""
     heads = [*_HEAD, *(f"$T = {length}$" for length in section.lengths)]
-    preset = f"{_escaped(section.preset)}: " if section.preset else ""
+    preset = f"{escaped(section.preset)}: " if section.preset else ""
     lines = [
         f"% {section.title}".replace("\n", " "),
         rf"\begin{{tabular}}{{lll{'r' * len(section.lengths)}}}",
@@ -152,11 +153,12 @@ def _latex(section: _Section) -> str:
         if text[0] != before:
             lines.append(r"\addlinespace")
         before = text[0]
-        lines.append(" & ".join([*map(_escaped, text), *map(_latex_number, values)]) + r" \\")
+        lines.append(" & ".join([*map(escaped, text), *map(_latex_number, values)]) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"])
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """Text for LaTeX, a minus sign where one is meant."""
     safe = "".join(_LATEX.get(character, character) for character in text)
     return re.sub(r"(^| )-(?= |\d)", r"\1$-$", safe)
 

@@ -1,0 +1,320 @@
+"""The traps that a library's settings fall into, each as a finding with its lines.
+
+A finding's level comes from the verdict that the engine gives: ``error`` where the expected gradient is none that
+regularises towards the reference or where a setting is silently not applied, ``warning`` where it is another
+divergence's, a partial one or depends on the length, ``note`` for what is worth knowing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from klgrad.analysis.libraries import plain_key
+from klgrad.analysis.readings import Reading, reading
+from klgrad.analysis.resolution import Penalty, Resolution, applicable, written
+from klgrad.synth.estimators import estimator, number
+
+LEVELS = ("error", "warning", "note")
+_SHORT, _LONG = 2, 8  # replies of which the effective coefficient is told
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to know about the settings: level, a short name, a sentence, and ``(key, line)`` of what causes it."""
+
+    level: str
+    id: str
+    message: str
+    keys: tuple[tuple[str, int | None], ...] = ()
+
+    @property
+    def line(self) -> int | None:
+        """The first line that is known."""
+        return next((line for _, line in self.keys if line is not None), None)
+
+
+def findings(resolution: Resolution, total: Reading | None) -> list[Finding]:
+    """Everything to know about the settings, errors first.
+
+    Args:
+        total: the verdict on all penalties together; ``None`` without one.
+    """
+    found = [*_from_entry(resolution), *_settings_findings(resolution), *_unknown(resolution)]
+    found += _verdict_findings(resolution, total)
+    if not resolution.penalties and not any(each.level == "error" for each in found):
+        found.append(Finding("note", "no-penalty", "no KL penalty is on"))
+    return sorted(found, key=lambda each: LEVELS.index(each.level))
+
+
+# ------------------------------------------------------------------------------------------------- what settings do
+
+
+def _places(resolution: Resolution, keys: Sequence[str]) -> tuple[tuple[str, int | None], ...]:
+    """Keys with their lines, those that were given first."""
+    given = [(resolution.given[key].written, resolution.given[key].line) for key in keys if key in resolution.given]
+    return tuple(dict.fromkeys([*given, *((key, None) for key in keys if key not in resolution.given)]))
+
+
+def _from_entry(resolution: Resolution) -> Iterator[Finding]:
+    for identity, level, text, keys in applicable(resolution):
+        yield Finding(level, identity, text, _places(resolution, keys))
+
+
+def _short(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _settings_findings(resolution: Resolution) -> Iterator[Finding]:
+    """Coefficients that are not applied, values and versions that are not known, names that were completed."""
+    told = {key for identity, _, _, keys in applicable(resolution) if identity == "not-applied" for key in keys}
+    for key, switches in resolution.idle.items():
+        if key in told or any(switch in resolution.given for switch in switches):
+            continue
+        off = " and ".join(f"{_short(s)} is {written(resolution.values[s])} by default" for s in switches)
+        yield Finding(
+            "error",
+            "not-applied",
+            f"{_short(key)} = {written(resolution.values[key])} is set and silently not applied: {off}",
+            _places(resolution, [key]),
+        )
+    for penalty in resolution.penalties:
+        name = penalty.coefficient_key
+        if name is None:
+            continue
+        if penalty.coefficient == 0:
+            default = name not in resolution.given
+            yield Finding(
+                "error" if default else "warning",
+                "not-applied",
+                f"the penalty in the {penalty.placement} is on and its coefficient {_short(name)} is 0"
+                + (" by default" if default else "")
+                + ": nothing is applied, and the reference forward is paid for",
+                _places(resolution, [*penalty.keys[:1], name]),
+            )
+        elif penalty.coefficient < 0:
+            yield Finding(
+                "error",
+                "wrong-sign",
+                f"{_short(name)} = {number(penalty.coefficient)} is negative: drifting from the reference is rewarded",
+                _places(resolution, [name]),
+            )
+    for identity, message, keys in resolution.problems:
+        yield Finding("warning", identity, message, _places(resolution, keys))
+    for given in resolution.given.values():
+        if plain_key(given.written) != plain_key(given.key) and not resolution.library.keys[given.key].section:
+            yield Finding("note", "read-as", f"{given.written} is read as {given.key}", ((given.written, given.line),))
+    entry = resolution.library
+    if entry.asked:
+        known = ", ".join([entry.version, *entry.versions])
+        message = f"{entry.title} {entry.asked} was not read (known: {known}): the facts of {entry.version} are assumed"
+        yield Finding("warning", "unknown-version", message)
+
+
+def _unknown(resolution: Resolution) -> Iterator[Finding]:
+    """Settings that look like KL settings and are none that the entry knows."""
+    entry = resolution.library
+    ends = {_short(plain_key(key)): key for key in entry.keys}
+    for setting in resolution.unread:
+        end = _short(plain_key(setting.key))
+        near = difflib.get_close_matches(end, ends, n=1, cutoff=0.85)
+        if not near and not re.search(r"(?:^|[._])(?:use_)?kl(?:$|[._]|\d|div|coe)|_kl(?:$|_)", plain_key(setting.key)):
+            continue
+        hint = f"; did you mean {ends[near[0]]}?" if near else ""
+        message = (
+            f"{setting.key} is no setting of {entry.title} {entry.version} that is known here: it was ignored{hint}"
+        )
+        yield Finding("warning", "unknown-key", message, ((setting.key, setting.line),))
+
+
+# ------------------------------------------------------------------------------------------------ what the verdict is
+
+
+def _kind(found: Reading) -> str:
+    """Coarser than the verdict: what to say about it."""
+    if found.unbiased:
+        return "unbiased"
+    if found.name in ("zero", "dead"):
+        return "zero"
+    if found.name in ("token", "scaled-token"):
+        return "token"
+    w = found.verdict.coefficients
+    if w is not None and w[0] == w[1] == 0 < w[2]:
+        return "forward"
+    if w is not None and w[0] > 0 and w[1] == 0 and math.isclose(w[0], -w[2], rel_tol=1e-6):
+        return "cancelled"
+    return "other"
+
+
+def _verdict_findings(resolution: Resolution, total: Reading | None) -> Iterator[Finding]:
+    penalties = [penalty for penalty in resolution.penalties if penalty.coefficient]
+    if total is None:
+        return
+    if len(penalties) > 1:
+        sizes = " and ".join(f"{number(p.coefficient)} in the {p.placement}" for p in penalties)
+        keys = [key for p in penalties for key in (p.coefficient_key,) if key]
+        message = f"the penalty is in two places, {sizes}: together {total}"
+        yield Finding("note", "two-places", message, _places(resolution, keys))
+    for penalty in penalties:
+        kind = _kind(reading([(1.0, penalty.recipe)]))
+        if not total.unbiased and kind != "unbiased":
+            yield _bias_finding(resolution, penalty, kind)
+        for assumption in penalty.provided:
+            message = f"the verdict on the {penalty.placement} holds only if {assumption}"
+            yield Finding("warning", "assumes", message, _places(resolution, _named_in(assumption, penalty)))
+        for rule in (_length_finding, _spread_finding, _clamp_finding):
+            if found := rule(resolution, penalty, kind):
+                yield found
+
+
+def _named_in(text: str, penalty: Penalty) -> list[str]:
+    return [key for key in penalty.assumption_keys if _short(key) in text]
+
+
+def _name(penalty: Penalty) -> str:
+    return f"{penalty.recipe.configuration.estimator.name.partition('-clamped')[0]}-in-{penalty.placement}"
+
+
+_SAYS = {
+    "zero": (
+        "error",
+        "zero-gradient",
+        "{name}: the gradient of log pi - log pi_ref is the score, of mean zero whatever the reference: noise and no "
+        "pull. Use k2 for the token-level gradient, or k1 in the reward for the sequence-level one",
+    ),
+    "token": (
+        "warning",
+        "token-level",
+        "{name}: the token-level gradient; what a token does to the KL of later ones is missing, and k1 in the "
+        "reward has it",
+    ),
+    "forward": (
+        "warning",
+        "forward-kl",
+        "{name}: the gradient of the token-level forward KL(pi_ref || pi), another divergence than the one that is "
+        "estimated",
+    ),
+    "cancelled": (
+        "error",
+        "k3-in-reward",
+        "{name}: unbiased as a value, and its expected gradient is sequence - token-forward, which near the reference "
+        "cancels and can point away from it",
+    ),
+    "geometric": (
+        "error",
+        "geometric-ratio",
+        "{name} times a sequence-level ratio: that is exp(mean log rho) for every token, so the correction mixes "
+        "fields with weights that depend on the length ({phrase}); take the token-level ratio",
+    ),
+    "ratio-times-k2": (
+        "error",
+        "ratio-times-k2",
+        "{name}: the gradient of E[k2], which is no KL's; k2 is right without the ratio, k1 and k3 with it",
+    ),
+    "reward": (
+        "error",
+        "biased-in-reward",
+        "{name}: in the reward the estimate is a value, and {base} is none of the KL: its expected gradient is no "
+        "divergence's of interest; use k1",
+    ),
+    "loss": (
+        "error",
+        "no-divergence",
+        "{name}: the expected gradient is that of no KL; use k2 for the token-level one",
+    ),
+}
+
+
+def _bias_finding(resolution: Resolution, penalty: Penalty, kind: str) -> Finding:
+    recipe = penalty.recipe
+    base = recipe.configuration.estimator.name
+    if kind == "other":
+        kind = "ratio-times-k2" if recipe.live and base == "k2" else recipe.weight
+        kind = kind if kind in _SAYS else penalty.placement
+    level, identity, text = _SAYS[kind]
+    name = f"{base}-in-loss with a live ratio" if recipe.live else _name(penalty)
+    message = text.format(name=name, base=base, phrase=reading([(1.0, recipe)]).phrase)
+    chosen_by = penalty.estimator_keys[-1:]
+    if kind in ("zero", "cancelled") and chosen_by and chosen_by[0] not in resolution.given:
+        message += f". {_short(chosen_by[0])} is still its default {written(resolution.values[chosen_by[0]])}"
+        if any(key in resolution.given and resolution.values[key] is True for key in penalty.keys):
+            message += ": only the placement was switched"
+    if kind in ("token", "forward") and resolution.library.cannot and not resolution.library.unbiased:
+        message += f". {resolution.library.title} cannot have {resolution.library.cannot}"
+    keys = penalty.estimator_keys or penalty.keys[:1]
+    if kind in ("geometric", "ratio-times-k2", "zero", "cancelled"):
+        keys = tuple(dict.fromkeys([*keys, *penalty.keys]))
+        keys = tuple(key for key in keys if key in penalty.estimator_keys or key in resolution.given) or keys[:1]
+    return Finding(level, identity, message, _places(resolution, keys))
+
+
+def _length_finding(resolution: Resolution, penalty: Penalty, kind: str) -> Finding | None:
+    """A mean over each reply's own tokens: the coefficient depends on the length."""
+    if penalty.recipe.configuration.aggregation != "length-mean":
+        return None
+    key = str(resolution.library.policy.get("key", ""))
+    if resolution.policy not in ("", "length-mean"):
+        ratios = [(_SHORT + _LONG) / (2 * length) for length in (_SHORT, _LONG)]
+        message = (
+            f"the KL is a mean over each reply's tokens and the policy loss is reduced by {resolution.policy} "
+            f"({_short(key)}): against a token mean, replies of {_SHORT} and {_LONG} tokens have effective "
+            f"coefficients of {number(ratios[0])} and {number(ratios[1])} times {number(penalty.coefficient)}"
+        )
+        return Finding("warning", "length-mismatch", message, _places(resolution, [key]))
+    message = (
+        f"each reply's penalty is divided by its own length, so the effective coefficient falls as 1/|y|: a token of a "
+        f"reply of {_SHORT} counts {_LONG // _SHORT} times one of a reply of {_LONG}"
+    )
+    if kind == "zero":
+        message += "; and E[sum of scores / |y|] is not zero, so k1 in the loss lengthens replies"
+    reducing = [
+        key for key in penalty.keys if "agg" in key or "loss_type" in key or "per_token" in key or "redu" in key
+    ]
+    return Finding("warning", "length-mean", message, _places(resolution, reducing or [key] if key else reducing))
+
+
+def _spread_finding(resolution: Resolution, penalty: Penalty, kind: str) -> Finding | None:
+    if penalty.recipe.advantage != "group-std":
+        return None
+    message = (
+        "reward and penalty are divided by the standard deviation of their group: prompts are reweighted, and where a "
+        f"group's rewards are equal the coefficient {number(penalty.coefficient)} has no effect, however small it is"
+    )
+    keys = [key for key in penalty.keys if re.search(r"std|scale|adv", key)]
+    return Finding("warning", "group-std", message, _places(resolution, keys))
+
+
+def _clamp_finding(resolution: Resolution, penalty: Penalty, kind: str) -> Finding | None:
+    """A clamp gives no gradient where it bites; in a reward it only cuts the tail."""
+    name, bound = penalty.recipe.configuration.estimator.name, penalty.recipe.clamp
+    base = name.partition("-clamped")[0]
+    if "-clamped" in name:
+        bound = float(name.rstrip(")").rpartition(",")[2])
+    if not math.isfinite(bound) or kind in ("zero", "cancelled"):
+        return None
+    keys = _places(resolution, [key for key in penalty.keys if "clamp" in key] or penalty.estimator_keys)
+    at = _reaches(base, bound)
+    if penalty.placement == "reward":
+        return Finding("note", "clamped-value", f"a token's penalty is clipped to {number(bound)} nats ({at})", keys)
+    message = f"{base} is clipped at {number(bound)}: a token with {at} has no gradient, where the pull is needed most"
+    return Finding("warning", "clamp-kills-gradient", message, keys)
+
+
+def _reaches(base: str, bound: float) -> str:
+    """In words, where an estimator's value passes the bound on the side of a policy far below the reference."""
+    if base == "k1":
+        return f"|log pi/pi_ref| > {number(bound)}"
+    if base == "k2":
+        return f"|log pi/pi_ref| > {math.sqrt(2 * bound):.3g}"
+    value: Callable[[Any], Any] = estimator(base).value
+    low, high = -bound - 10.0, 0.0  # k3 decreases up to 0
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if float(value(np.array(middle))) > bound else (low, middle)
+    return f"pi_ref/pi > {math.exp(-low):.3g}"
