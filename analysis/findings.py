@@ -147,7 +147,7 @@ def _kind(found: Reading) -> str:
     w = found.verdict.coefficients
     if w is not None and w[0] == w[1] == 0 < w[2]:
         return "forward"
-    if w is not None and w[0] > 0 and w[1] == 0 and math.isclose(w[0], -w[2], rel_tol=1e-6):
+    if w is not None and w[2] < 0 and 0 in w[:2] and math.isclose(w[0] + w[1], -w[2], rel_tol=1e-6):
         return "cancelled"
     return "other"
 
@@ -203,14 +203,14 @@ _SAYS = {
     "cancelled": (
         "error",
         "k3-in-reward",
-        "{name}: unbiased as a value, and its expected gradient is sequence - token-forward, which near the reference "
-        "cancels and can point away from it",
+        "{name}: unbiased as a value, and its expected gradient is {field} - token-forward, which cancels near the "
+        "reference and can point away from it",
     ),
     "geometric": (
         "error",
         "geometric-ratio",
-        "{name} times a sequence-level ratio: that is exp(mean log rho) for every token, so the correction mixes "
-        "fields with weights that depend on the length ({phrase}); take the token-level ratio",
+        "{name} times a sequence-level ratio: that is exp(mean log rho) for every token, so the gradient is a mixture "
+        "that depends on the length, no KL's; take the token-level ratio",
     ),
     "ratio-times-k2": (
         "error",
@@ -239,7 +239,8 @@ def _bias_finding(resolution: Resolution, penalty: Penalty, kind: str) -> Findin
         kind = kind if kind in _SAYS else penalty.placement
     level, identity, text = _SAYS[kind]
     name = f"{base}-in-loss with a live ratio" if recipe.live else _name(penalty)
-    message = text.format(name=name, base=base, phrase=reading([(1.0, recipe)]).phrase)
+    field = "token" if recipe.configuration.credit == "token" else "sequence"
+    message = text.format(name=name, base=base, field=field)
     chosen_by = penalty.estimator_keys[-1:]
     if kind in ("zero", "cancelled") and chosen_by and chosen_by[0] not in resolution.given:
         message += f". {_short(chosen_by[0])} is still its default {written(resolution.values[chosen_by[0]])}"

@@ -232,7 +232,7 @@ def resolve(entry: Library, settings: Sequence[Setting]) -> Resolution:
         resolver.asked = []
         on = resolver.holds(term.get("when", {}))
         asked = tuple(dict.fromkeys(resolver.asked))
-        if on:
+        if on and resolver.values.get(term["coefficient"], 0) is not None:  # a coefficient of none switches it off
             penalties.append(_penalty(resolver, term, asked))
             read.add(term["coefficient"])
         elif isinstance(term["coefficient"], str) and term["coefficient"] not in asked:

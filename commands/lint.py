@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,7 +87,7 @@ def _override(text: str) -> str:
 def _text(file: str) -> str:
     try:
         if file == "-":
-            return click.get_text_stream("stdin", encoding="utf-8").read()
+            return sys.stdin.read()
         return Path(file).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"{file} is no UTF-8 text file") from None
@@ -106,7 +107,8 @@ def _show(file: str, entry: Library, report: Report, measured: list[dict[str, An
     for m in measured:
         click.echo(f"on {m['preset']:<10} T = {m['length']}: {_measured(m)}")
     if report.ignored:
-        click.echo(f"not read      {report.ignored} settings that have nothing to do with the KL")
+        others = "another setting" if report.ignored == 1 else f"{report.ignored} other settings"
+        click.echo(f"not read      {others}, which have nothing to do with the KL")
     if report.findings:
         click.echo()
     shown = "stdin" if file == "-" else file

@@ -1,0 +1,3 @@
+swift rlhf \
+    --rlhf_type grpo \
+    --model my-model

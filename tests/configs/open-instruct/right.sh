@@ -1,0 +1,4 @@
+python open_instruct/grpo_fast.py \
+    --beta 0.01 \
+    --kl_estimator 1 \
+    --load_ref_policy True

@@ -1,0 +1,3 @@
+python open_instruct/grpo_fast.py \
+    --beta 0.01 \
+    --kl_estimator 0
