@@ -250,8 +250,8 @@ def _bias_finding(resolution: Resolution, penalty: Penalty, kind: str) -> Findin
         message += f". {resolution.library.title} cannot have {resolution.library.cannot}"
     keys = penalty.estimator_keys or penalty.keys[:1]
     if kind in ("geometric", "ratio-times-k2", "zero", "cancelled"):
-        keys = tuple(dict.fromkeys([*keys, *penalty.keys]))
-        keys = tuple(key for key in keys if key in penalty.estimator_keys or key in resolution.given) or keys[:1]
+        asked = dict.fromkeys([*keys, *(key for key in penalty.keys if key in resolution.given)])
+        keys = tuple(key for key in asked if key != penalty.coefficient_key) or keys[:1]
     return Finding(level, identity, message, _places(resolution, keys))
 
 

@@ -118,16 +118,17 @@ class _Resolver:
         for section in self._sections(setting.key):
             if value is not None:
                 self.given.setdefault(section, Given(section, "given", setting.key, setting.line))
-        negated = plain_key(setting.key).removeprefix("no_")
-        if key is None and setting.flag and negated != plain_key(setting.key):
-            key, value = _matched(negated, self.entry.keys), False
+        name = plain_key(setting.key)
+        if key is None and setting.flag and name.startswith("no_"):
+            name = name.removeprefix("no_")
+            key, value = _matched(name, self.entry.keys), False
         if key is None:
             self.unread.append(setting)
             return
         known = self.entry.keys[key]
-        exact = plain_key(setting.key) == plain_key(key)
-        if key in self.given and self.given[key].written == key and not exact:
-            return  # a full name counts before an abbreviated or nested one
+        exact = name == plain_key(key)
+        if key in self.given and self.given[key].written == key and name.endswith(f".{plain_key(key)}"):
+            return  # the key itself counts before a longer one that ends in it
         if known.section and not exact:
             value = "given" if value is not None else None
         if setting.flag and known.values and set(known.values) == {True, False} and not isinstance(value, bool):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 FORMATS = ("yaml", "json", "toml", "command")
-MAX_SETTINGS = 100_000
+MAX_SETTINGS = 20_000
 _SUFFIXES = {".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml", ".sh": "command", ".bash": "command"}
 _OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_][\w./@-]*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{([\w.]+)(?::?-([^{}]*))?\}|\$(\w+)")

@@ -107,8 +107,8 @@ def _show(file: str, entry: Library, report: Report, measured: list[dict[str, An
     for m in measured:
         click.echo(f"on {m['preset']:<10} T = {m['length']}: {_measured(m)}")
     if report.ignored:
-        others = "another setting" if report.ignored == 1 else f"{report.ignored} other settings"
-        click.echo(f"not read      {others}, which have nothing to do with the KL")
+        others = "1 other setting has" if report.ignored == 1 else f"{report.ignored} other settings have"
+        click.echo(f"not read      {others} nothing to do with the KL")
     if report.findings:
         click.echo()
     shown = "stdin" if file == "-" else file

@@ -24,7 +24,7 @@ _HEADS = {
     "verdict": "which give",
     "cannot": "cannot have",
 }
-_WIDTHS = {"library": 17, "version": 12, "default": 38, "switched_on": 38}
+_WIDTHS = {"library": 17, "version": 12, "default": 37, "switched_on": 37}
 _WIDTH = 110
 _TITLE = "What each library's KL settings optimise (on-policy, first update)"
 

@@ -71,8 +71,14 @@ def wheel(tmp_path_factory):
 
 def test_wheel_holds_exactly_the_package(wheel):
     sources = [*ROOT.glob("*.py"), *(p for part in packages() for p in (ROOT / part).glob("*.py")), ROOT / "py.typed"]
+    sources += (ROOT / "analysis" / "entries").glob("*.toml")
     expected = {"klgrad/" + path.relative_to(ROOT).as_posix() for path in sources}
-    assert {"klgrad/cli.py", "klgrad/py.typed", "klgrad/synth/exact.py"} <= expected
+    assert {
+        "klgrad/cli.py",
+        "klgrad/py.typed",
+        "klgrad/synth/exact.py",
+        "klgrad/analysis/entries/verl.toml",
+    } <= expected
     found = {path.relative_to(wheel).as_posix() for path in wheel.rglob("*") if path.is_file()}
     assert {name for name in found if ".dist-info/" not in name} == expected
 
@@ -93,6 +99,12 @@ def test_wheel_imports_on_its_own(wheel):
     environment = {**os.environ, "PYTHONPATH": str(wheel)}
     found = run([sys.executable, "-c", code], wheel.parent, environment)
     assert found.splitlines() == [str(wheel / "klgrad/cli.py"), str(wheel / "klgrad/synth/exact.py")]
+
+
+def test_wheel_finds_its_library_entries(wheel):
+    code = "from klgrad.analysis.libraries import libraries; print(len(libraries()))"
+    found = run([sys.executable, "-c", code], wheel.parent, {**os.environ, "PYTHONPATH": str(wheel)})
+    assert int(found) == len(list((ROOT / "analysis" / "entries").glob("*.toml"))) > 0
 
 
 def test_every_folder_of_the_package_is_declared():

@@ -1,0 +1,131 @@
+"""klgrad lint: what it prints, its exit codes, and what it says to bad input."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from klgrad import cli
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def run(*arguments, text=None):
+    return CliRunner().invoke(cli.main, ["lint", *map(str, arguments)], input=text)
+
+
+def test_a_wrong_file_fails_with_its_line():
+    path = CONFIGS / "verl" / "wrong.yaml"
+    done = run(path, "--library", "verl")
+    assert done.exit_code == 1
+    assert "penalty       0.001 x k3-clamped(20,10)-in-reward+token-ratio+loo=8+rollout-value+token-mean" in done.output
+    assert "verdict       (sequence - token-forward) / E|y|, provided no clamp is hit" in done.output
+    assert f"{path}:5: error: k3-in-reward:" in done.output
+    assert "on words      T = 10: KL 0.9907" in done.output
+
+
+def test_a_right_file_passes_and_its_library_is_guessed():
+    done = run(CONFIGS / "verl" / "right.sh")
+    assert done.exit_code == 0
+    assert "library       verl, guessed from " in done.output
+    assert "verdict       sequence / E|y|" in done.output
+    assert "relative 0 at the best scale" in done.output
+    assert "error" not in done.output
+
+
+def test_standard_input():
+    done = run("-", text="algorithm.use_kl_in_reward=True algorithm.kl_penalty=low_var_kl")
+    assert done.exit_code == 1
+    assert "\nstdin:1: error: k3-in-reward" in done.output
+
+
+def test_settings_on_the_command_line_count_before_the_files():
+    path = CONFIGS / "verl" / "wrong.yaml"
+    done = run(path, "--library", "verl", "--set", "algorithm.kl_penalty=kl", "--set", "rollout.n=4")
+    assert done.exit_code == 0
+    assert "k1-in-reward+token-ratio+loo=4" in done.output
+
+
+def test_json():
+    done = run(CONFIGS / "slime" / "wrong.sh", "--json")
+    content = json.loads(done.stdout)
+    assert done.exit_code == 1
+    assert content["library"] == "slime"
+    assert content["verdict"] == "none"
+    assert content["penalties"] == []
+    assert content["settings"]["kl_coef"] == {"value": 0.01, "given": True, "line": 3}
+    (finding,) = content["findings"]
+    assert (finding["id"], finding["level"], finding["line"]) == ("not-applied", "error", 3)
+
+
+def test_json_has_the_exact_numbers_and_null_for_what_is_not_finite():
+    done = run(CONFIGS / "tunix-grpo" / "wrong.json", "--library", "tunix-grpo", "--json")
+    content = json.loads(done.stdout)
+    (measured,) = content["numbers"]
+    assert content["verdict"] == "zero"
+    assert measured["cosine"] is None
+    assert measured["method"] == "exact"
+    assert measured["variance"] > 0
+    assert content["provided"] == []
+
+
+def test_another_pair_and_lengths():
+    done = run(CONFIGS / "trl-rloo" / "right.yaml", "--library", "trl-rloo", "--preset", "far", "--lengths", "5,10")
+    assert done.exit_code == 0
+    assert [line.split(":")[0] for line in done.output.splitlines() if line.startswith("on far")] == [
+        "on far        T = 5",
+        "on far        T = 10",
+    ]
+    assert "bias 0, relative 0" in done.output
+
+
+def test_stale_samples():
+    fresh = run(CONFIGS / "trl-rloo" / "right.yaml", "--library", "trl-rloo", "--preset", "near", "--lengths", "5")
+    stale = run(CONFIGS / "trl-rloo" / "right.yaml", "--library", "trl-rloo", "--preset", "stale", "--lengths", "5")
+    assert "bias 0," in fresh.output
+    assert "bias 0," not in stale.output
+
+
+def test_what_is_sampled_says_so_with_its_noise():
+    done = run("-", "--library", "transparent-grpo", "--lengths", "6", text="beta=0.1")
+    assert done.exit_code == 0
+    assert "(sampling)" in done.output
+    assert " +- " in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "says"),
+    [
+        (["missing.yaml"], None, "cannot read missing.yaml: No such file"),
+        (["-"], "", "holds no settings"),
+        (["-"], "beta: 0.1", "equally well: say --library"),
+        (["-", "--library", "varl"], "a=1", "did you mean 'verl'"),
+        (["-", "--library", "trl"], "beta=1", "trl has several trainers: say which"),
+        (["-", "--library", "verl", "--set", "x"], "a=1", "--set x: write KEY=VALUE"),
+        (["-", "--library", "trl-rloo", "--preset", "nowhere"], "beta=1", "unknown preset 'nowhere'"),
+        (["-", "--library", "verl"], "a: [1", "no valid YAML: line"),
+        (["."], None, "cannot read .: Is a directory"),
+    ],
+)
+def test_bad_use_is_one_sentence_and_exit_code_2(arguments, text, says):
+    done = run(*arguments, text=text)
+    assert done.exit_code == 2
+    assert says in done.output
+    assert done.output.startswith("Error: ")
+    assert "Traceback" not in done.output
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_bytes(b"\xff\xfe\x00\x01")
+    done = run(path, "--library", "verl")
+    assert done.exit_code == 2
+    assert "no UTF-8 text file" in done.output
+
+
+def test_without_a_penalty_there_is_nothing_to_measure():
+    done = run(CONFIGS / "verl" / "default.yaml", "--library", "verl")
+    assert done.exit_code == 0
+    assert "verdict       no KL penalty" in done.output
+    assert "on words" not in done.output
