@@ -5,12 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 BASE := $(VENV)/.base
 DEV := $(VENV)/.dev
+AUDIT := $(VENV)/audit
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
 # An environment that was moved, or has lost its Python, is made anew.
 $(shell [ -x $(BIN)/python ] && grep -qxF -- "$(CURDIR)" $(BASE) 2>/dev/null || rm -f $(BASE) $(DEV))
 
-.PHONY: help figure1 test check slow bench clean
+.PHONY: help figure1 test check slow bench audit clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/make \1 - \2/p' $(firstword $(MAKEFILE_LIST))
@@ -32,6 +33,9 @@ slow: $(DEV) ## the slow tests
 bench: $(BASE) ## time and memory, against plain PyTorch
 	$(BIN)/python benchmarks/run.py
 
+audit: $(AUDIT)/.ready ## the libraries' own KL functions against what klgrad says of them (installs them, apart)
+	$(AUDIT)/bin/klgrad audit
+
 clean: ## remove .venv, caches and build leftovers; out/ stays
 	rm -rf $(VENV) build dist klgrad.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
@@ -50,4 +54,11 @@ $(DEV): $(BASE)
 	@$(PIP) -e ".[dev]"
 	@rm -rf $(VENV)/typing && mkdir -p $(VENV)/typing/klgrad
 	@ln -s $(addprefix ../../../,$(wildcard *.py) $(patsubst %/__init__.py,%,$(wildcard */__init__.py))) $(VENV)/typing/klgrad
+	@touch $@
+
+$(AUDIT)/.ready: $(BASE) tests/audit/light.txt tests/audit/bare.txt
+	@echo "installing the libraries to be audited into $(AUDIT) (once)"
+	@$(PYTHON) -m venv --clear $(AUDIT) >/dev/null
+	@$(AUDIT)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e . -r tests/audit/light.txt
+	@$(AUDIT)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps -r tests/audit/bare.txt
 	@touch $@

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from typing import Any
 
 from klgrad.analysis.auditing import Adapter, Case
@@ -36,14 +37,17 @@ def _pairwise(**options: Any) -> Callable[[Any], Call]:
 
 
 def _weighted(parameter: str, **options: Any) -> Callable[[Any], Call]:
-    """The same with the live importance ratio as ``parameter``: the first one whose name holds that word."""
+    """The same with the live importance ratio as ``parameter``: the first one whose name holds that word.
+
+    In single precision, as trainers have it.
+    """
 
     def adapt(function: Any) -> Call:
         names = [name for name in inspect.signature(function).parameters if parameter in name]
         if not names:
             raise TypeError(f"it has no parameter for the {parameter}: {inspect.signature(function)}")
         return lambda log_probs, reference, behaviour, mask: function(
-            log_probs, reference, **options, **{names[0]: (log_probs - behaviour).exp()}
+            log_probs, reference, **options, **{names[0]: (log_probs.float() - behaviour.float()).exp()}
         )
 
     return adapt
@@ -52,13 +56,8 @@ def _weighted(parameter: str, **options: Any) -> Callable[[Any], Call]:
 @contextmanager
 def _stubbed(**modules: Any) -> Iterator[None]:
     """Empty modules in the place of those that are missing, for the time of an import."""
-    added = []
-    for name, module in modules.items():
-        try:
-            import_module(name)
-        except Exception:
-            sys.modules[name] = module
-            added.append(name)
+    added = {name: module for name, module in modules.items() if find_spec(name) is None}
+    sys.modules.update(added)
     try:
         yield
     finally:
@@ -71,7 +70,6 @@ def _stubbed(**modules: Any) -> Iterator[None]:
 
 def _openrlhf() -> Any:
     """By path: the package itself imports what only a GPU machine has."""
-    from importlib.util import find_spec, module_from_spec, spec_from_file_location
     from pathlib import Path
 
     package = find_spec("openrlhf")
@@ -96,10 +94,10 @@ def _skyrl() -> Any:
         if sys.version_info < (3, 12):
             import typing_extensions
 
-            typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]
+            typing.TypedDict = typing_extensions.TypedDict
         return _attribute("skyrl.backends.skyrl_train.utils.ppo_utils:compute_approx_kl")
     finally:
-        typing.TypedDict = before  # type: ignore[assignment]
+        typing.TypedDict = before
 
 
 def _skyrl_call(kind: str) -> Callable[[Any], Call]:
@@ -307,7 +305,8 @@ ADAPTERS: tuple[Adapter, ...] = (
             partial(_attribute, "nemo_rl.algorithms.utils:calculate_kl"), _nemo_cases()),
     Adapter("roll", "roll", "roll", "roll.utils.functionals.compute_approx_kl",
             partial(_attribute, "roll.utils.functionals:compute_approx_kl"), _roll_cases()),
-    Adapter("areal", "areal", "areal", "areal.utils.data.KLEstimator", partial(_attribute, "areal.utils.data:KLEstimator"),
+    Adapter("areal", "areal", "areal", "areal.utils.data.KLEstimator",
+            partial(_attribute, "areal.utils.data:KLEstimator"),
             tuple(Case({"ref.path": "m", "actor.kl_estimator": k}, _areal_call(k)) for k in ("k1", "k2", "k3"))),
     Adapter("open-instruct", "open-instruct", "open_instruct", "open_instruct.model_utils.estimate_kl",
             partial(_attribute, "open_instruct.model_utils:estimate_kl"),

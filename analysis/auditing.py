@@ -33,15 +33,13 @@ class Case:
     """Settings, and the call they come down to.
 
     Args:
-        settings: the library's.
+        settings: the library's; they switch one penalty on.
         call: the library's function -> ``f(log_probs, reference, behaviour, mask)``, all ``[B, T]`` torch tensors,
             which returns each token's penalty ``[B, T]`` or a loss, the sum over one sequence or a mean of such sums.
-        placement: the penalty that is meant, where the settings switch two on.
     """
 
     settings: Mapping[str, Any]
     call: Callable[[Any], Callable[..., Any]]
-    placement: str = ""
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,7 @@ def _audited(adapter: Adapter) -> Iterator[Row]:
 
 def _row(entry: Library, empty: Row, function: Any, case: Case) -> Row:
     penalties = resolve(entry, [Setting(key, value) for key, value in case.settings.items()]).penalties
-    (penalty,) = (p for p in penalties if case.placement in ("", p.placement))
+    (penalty,) = penalties
     recipe = bare(penalty.recipe, penalty.placement)
     row = replace(
         empty,
@@ -216,7 +214,6 @@ def _verdict(called: Callable[..., Any], placement: str) -> tuple[str, str]:
     def kl(log_probs: Any, reference: Any, behaviour: Any, mask: Any) -> Any:
         return called(log_probs, reference, behaviour, mask)
 
-    kl.__globals__.setdefault("torch", __import__("torch"))
     report = check(kl, placement=placement, sections=("gradient",), timeout=120.0)
     if placement not in report.gradient:
         return "", "; ".join(f.message for f in report.findings if f.level == "error")
@@ -234,7 +231,7 @@ def _version(distribution: str) -> str:
 
 
 def _other_version(entry: Library, version: str) -> str:
-    return "" if version == entry.version else f"{entry.version} was read"
+    return "" if version in (entry.version, *entry.versions) else f"{entry.version} was read"
 
 
 def _sentence(error: BaseException) -> str:
@@ -258,9 +255,3 @@ def _quiet() -> Iterator[None]:
         raise ImportError(f"it exits with {error.code}") from None
     finally:
         logging.disable(before)
-
-
-def worst(rows: Sequence[Row]) -> str:
-    """The gravest status of an audit."""
-    order = ("drift", "broken", "not importable", "not installed", "agrees")
-    return min((row.status for row in rows), key=order.index, default="agrees")

@@ -1,0 +1,94 @@
+"""`klgrad audit`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from klgrad.commands.display import Progress, dump, table
+from klgrad.commands.options import json_option
+
+if TYPE_CHECKING:
+    from klgrad.analysis.auditing import Adapter, Row
+
+_HEAD = ("library", "installed", "settings", "placement", "expected", "found", "status", "")
+
+
+@click.command(short_help="Do the installed libraries still do what klgrad says?")
+@click.argument("names", nargs=-1, metavar="[LIBRARY]...")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "markdown"]),
+    default="text",
+    show_default=True,
+    help="How to print it.",
+)
+@json_option
+@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+def audit(names: tuple[str, ...], form: str, as_json: bool, quiet: bool) -> None:
+    """Do the installed libraries still do what klgrad says they do?
+
+    Imports each library's own KL function where the library is installed, and puts it through the exact check: its
+    gradient token by token and its verdict against the settings' entry. Nothing is ever installed, and nothing but
+    that function is called. Exit code 1 where a function no longer agrees, is gone or takes other arguments; what is
+    not installed or cannot be imported is said so.
+    """
+    from klgrad.analysis.adapters import ADAPTERS
+    from klgrad.analysis.auditing import audit as examine
+    from klgrad.synth.estimators import unknown
+
+    known = [adapter.library for adapter in ADAPTERS]
+    for name in names:
+        if not any(library == name or library.startswith(f"{name}-") for library in known):
+            raise unknown("library with an adapter", name, known)
+    chosen = [a for a in ADAPTERS if not names or any(a.library == n or a.library.startswith(f"{n}-") for n in names)]
+    rows = []
+    with Progress("auditing", quiet or as_json) as progress:
+        for done, adapter in enumerate(chosen):
+            progress(done, len(chosen))
+            rows += list(examine([adapter]))
+    if as_json:
+        dump([_content(row) for row in rows])
+    else:
+        _show(rows, chosen, form)
+    if any(row.alarm for row in rows):
+        click.get_current_context().exit(1)
+
+
+def _content(row: Row) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in row.__dataclass_fields__}
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.library,
+        row.version or "-",
+        row.settings,
+        row.placement,
+        row.expected,
+        row.found,
+        row.status,
+        row.message,
+    )
+
+
+def _show(rows: list[Row], adapters: list[Adapter], form: str) -> None:
+    if form == "markdown":
+        from klgrad.figures.table1 import pipes
+
+        lines = [pipes(list(_HEAD)), pipes(["---"] * len(_HEAD)), *(pipes(list(_cells(row))) for row in rows)]
+        click.echo("\n".join(lines))
+    else:
+        table("The libraries' own functions against their entries", _HEAD, [_cells(row) for row in rows], len(_HEAD))
+    counted = {status: sum(row.status == status for row in rows) for status in dict.fromkeys(r.status for r in rows)}
+    words = {"agrees": "agree", "drift": "drifted"}
+    click.echo("\n" + ", ".join(f"{count} {words.get(status, status)}" for status, count in counted.items()))
+    called = dict.fromkeys(f"{a.library}: {a.function}" for a in adapters if _ran(a, rows))
+    for line in called:
+        click.echo(f"called {line}")
+
+
+def _ran(adapter: Adapter, rows: list[Row]) -> bool:
+    return any(row.library == adapter.library and row.settings for row in rows)
