@@ -131,7 +131,7 @@ def _read(terms: Terms, chosen: tuple[_Relaxation, ...], off_policy: bool) -> Re
     pairs = probes(off_policy=off_policy)[: 1 if fixed else None]
     outcomes = [expected(terms, pair, length) for pair in pairs]
     units = [unit_of(terms, pair, length) for pair in pairs]
-    per = "E|y|" if terms[0][1].token_mean else ""
+    per = "E|y|" if all(recipe.token_mean for _, recipe in terms) else ""
     if fixed and all(recipe.configuration.aggregation == "length-mean" for _, recipe in terms):
         units, per = [float(length)], "T"
     gradients = [outcome.mean * unit for outcome, unit in zip(outcomes, units, strict=True)]

@@ -216,27 +216,24 @@ def expected(terms: Terms, pair: PolicyPair, length: int, *, samples: int = SAMP
         seed: of that draw.
 
     Raises:
-        ValueError: for no terms, some with and some without a token mean, or groups of different sizes.
+        ValueError: for no terms, or groups of different sizes.
     """
     if not terms:
         raise ValueError("no terms: give at least one weight and recipe")
-    if len({recipe.token_mean for _, recipe in terms}) > 1:
-        raise ValueError("token-mean divides the whole batch: give it to every term or to none")
-    per_token = terms[0][1].token_mean
     parts = [exact_terms(recipe, on_policy=pair.on_policy) for _, recipe in terms]
     known = [
-        Term(weight * t.weight, t.configuration, t.power)
-        for (weight, _), part in zip(terms, parts, strict=True)
+        Term(weight * t.weight, t.configuration, t.power, recipe.token_mean)
+        for (weight, recipe), part in zip(terms, parts, strict=True)
         for t in part or []
     ]
     if None not in parts and sum(t.configuration.baseline == "loo" for t in known) < 2:
         group = max(int(t.configuration.baseline_value) for t in known) or 1000
-        found = mixture_moments(pair, known, [length], per_token=per_token, samples=group)
+        found = mixture_moments(pair, known, [length], samples=group)
         return Outcome(found.mean[0], float(found.variance[0]), "exact")
-    return _by_groups(terms, pair, length, per_token, samples, seed)
+    return _by_groups(terms, pair, length, samples, seed)
 
 
-def _by_groups(terms: Terms, pair: PolicyPair, length: int, per_token: bool, samples: int, seed: int) -> Outcome:
+def _by_groups(terms: Terms, pair: PolicyPair, length: int, samples: int, seed: int) -> Outcome:
     """Over all multisets of sequences with their probabilities, or over drawn ones."""
     sizes = {_group(recipe) for _, recipe in terms} - {1}
     if len(sizes) > 1:
@@ -249,12 +246,11 @@ def _by_groups(terms: Terms, pair: PolicyPair, length: int, per_token: bool, sam
         if math.comb(int(keep.sum()) + size - 1, size) <= _MAX_GROUPS:
             index, weight = _multisets(np.exp(log_p[keep]), size)
             drawn = (every.contexts[keep], every.tokens[keep], every.mask[keep])
-            total, tokens = _unit_sums(terms, pair, drawn, index)
-            return _finish(total, tokens, weight, size, per_token, "enumeration", 0)
+            return _finish(*_unit_sums(terms, pair, drawn, index), weight, size, 0)
     units = max(samples // size, 2)
     drawn = _draw(pair, length, units * size, np.random.default_rng(seed))
-    total, tokens = _unit_sums(terms, pair, drawn, np.arange(units * size).reshape(units, size))
-    return _finish(total, tokens, np.full(units, 1 / units), size, per_token, "sampling", units)
+    found = _unit_sums(terms, pair, drawn, np.arange(units * size).reshape(units, size))
+    return _finish(*found, np.full(units, 1 / units), size, units)
 
 
 def _group(recipe: Recipe) -> int:
@@ -291,16 +287,18 @@ def _draw(pair: PolicyPair, length: int, n: int, rng: np.random.Generator) -> tu
 
 def _unit_sums(
     terms: Terms, pair: PolicyPair, drawn: tuple[np.ndarray, ...], index: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """``[n, d]`` each group's sum of gradients, and ``[n]`` its tokens."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Each group's sum of gradients ``[n, d]``, of terms with a token mean and of others, and its tokens ``[n]``."""
     contexts, tokens, mask = drawn
-    total = np.zeros((len(index), pair.policy.parameters))
+    total = {kind: np.zeros((len(index), pair.policy.parameters)) for kind in (True, False)}
+    step = max(1, _CHUNK // (index.shape[1] * pair.policy.parameters))
     for weight, recipe in terms:
         x, y, c = _tables(recipe, pair, contexts, tokens, mask)
-        for first in range(0, len(index), max(1, _CHUNK // (index.shape[1] * total.shape[1]))):
-            rows = slice(first, first + max(1, _CHUNK // (index.shape[1] * total.shape[1])))
-            total[rows] += weight * _coupled(recipe, x[index[rows]], y[index[rows]], c[index[rows]]).sum(axis=1)
-    return total, mask.sum(axis=1)[index].sum(axis=1).astype(float)
+        for first in range(0, len(index), step):
+            rows = slice(first, first + step)
+            coupled = _coupled(recipe, x[index[rows]], y[index[rows]], c[index[rows]])
+            total[recipe.token_mean][rows] += weight * coupled.sum(axis=1)
+    return total[True], total[False], mask.sum(axis=1)[index].sum(axis=1).astype(float)
 
 
 def _coupled(recipe: Recipe, x: np.ndarray, y: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -378,23 +376,20 @@ def token_weights(
 
 
 def _finish(
-    total: np.ndarray, tokens: np.ndarray, weight: np.ndarray, size: int, per_token: bool, method: str, units: int
+    per_token: np.ndarray, plain: np.ndarray, tokens: np.ndarray, weight: np.ndarray, size: int, units: int
 ) -> Outcome:
-    mean = weight @ total / size
-    off = total
-    divisor = 1.0
-    if per_token:
-        divisor = float(weight @ tokens) / size
-        mean = mean / divisor
-        off = total - mean * tokens[:, None]
-    variance = float(weight @ ((off - weight @ off) ** 2).sum(axis=1)) / size / divisor**2
+    """Mean and variance over groups with their probabilities; a token mean by the delta method."""
+    long = float(weight @ tokens) / size
+    share = weight @ per_token / size / long
+    off = (per_token - share * tokens[:, None]) / long + plain
+    variance = float(weight @ ((off - weight @ off) ** 2).sum(axis=1)) / size
     noise = math.sqrt(variance / (units * size)) if units else 0.0
-    return Outcome(mean, variance, method, noise)
+    return Outcome(share + weight @ plain / size, variance, "sampling" if units else "enumeration", noise)
 
 
 def unit_of(terms: Terms, pair: PolicyPair, length: int) -> float:
-    """What undoes a token mean, E|y| under the sampler; 1 for recipes without one."""
-    if not terms[0][1].token_mean:
+    """What undoes a token mean, E|y| under the sampler; 1 where not all recipes have one."""
+    if not all(recipe.token_mean for _, recipe in terms):
         return 1.0
     sampled = replace(pair, policy=replace(pair.policy, log_probs=pair.sampler), behaviour=None, reference=pair.sampler)
     return float(mean_length(sampled, [length])[0])

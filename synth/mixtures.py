@@ -9,15 +9,15 @@ each with a power of 1/|y|, so means and variances are sums over pairs of rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from klgrad.synth.configurations import Configuration
 from klgrad.synth.exact import check_lengths
-from klgrad.synth.moments import ONE, Row, _plan, _propagate, _Request, _Rows
+from klgrad.synth.moments import ONE, Row, _Plan, _plan, _propagate, _Request, _Rows
 from klgrad.synth.policies import PolicyPair
 
 if TYPE_CHECKING:
@@ -29,11 +29,15 @@ _LENGTH: Powered = (ONE, -1)
 
 @dataclass(frozen=True)
 class Term:
-    """One summand: ``weight x g / |y|^power``, where g is the configuration's gradient, its own divisor included."""
+    """One summand: ``weight x g / |y|^power``, where g is the configuration's gradient, its own divisor included.
+
+    With ``per_token`` the batch's sum of it is divided by the batch's number of tokens instead of sequences.
+    """
 
     weight: float
     configuration: Configuration
     power: int = 0
+    per_token: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,15 +53,13 @@ def mixture_moments(
     terms: Sequence[Term],
     lengths: Sequence[int],
     *,
-    per_token: bool = False,
     samples: int = 1000,
 ) -> Mixture:
-    """Exact mean and variance of the sum of the terms, on common samples.
+    """Exact mean and variance of the sum of the terms, on common samples; of many of them, where one is per token.
 
     Args:
         terms: at most one of them with a leave-one-out baseline, none with an optimal one.
         lengths: ``[L]`` horizons.
-        per_token: divide the batch's sum by its number of tokens (many sequences; variance by the delta method).
         samples: N, which only leave-one-out over all sequences depends on.
 
     Raises:
@@ -69,58 +71,81 @@ def mixture_moments(
         raise ValueError("an optimal baseline is fitted to one configuration, not to a sum: use moments for it")
     if sum(term.configuration.baseline == "loo" for term in terms) > 1:
         raise ValueError("at most one term of a sum may have a leave-one-out baseline")
-    wanted, d = check_lengths(pair, lengths), pair.policy.parameters
+    wanted, each = check_lengths(pair, lengths), np.arange(pair.policy.parameters)
     rows = _Rows(pair)
-    plans = []
-    used: dict[Powered, None] = {}
-    for term in terms:
-        plan = _plan(rows, term.configuration)
-        plan = replace(plan, power=plan.power + term.power)
-        plans.append((term.weight / term.configuration.divisor, plan))
-        used |= dict.fromkeys([*((row, plan.power) for row in plan.x), *([(plan.y, plan.power)] if plan.y else [])])
-        used |= dict.fromkeys([(plan.c, 0)] if plan.c else [])
-    used |= dict.fromkeys([_LENGTH] if per_token else [])
-    request, order = _Request({}), list(used)
+    plans = [(term, _powered(_plan(rows, term.configuration), term.power)) for term in terms]
+    order = list(dict.fromkeys(row for term, plan in plans for row in _used(term, plan)))
+    request = _Request({})
     for i, (row, power) in enumerate(order):
         request.add(row, ONE, power)
         for other, more in order[i:]:
             request.add(row, other, power + more)
     with np.errstate(over="ignore", invalid="ignore"):
-        of = _propagate(rows, request, wanted, np.arange(d), np.arange(d), ordered=False)
+        table = _Table(_propagate(rows, request, wanted, each, each, ordered=False), order)
+    mean, spread = np.zeros((len(wanted), len(each))), np.zeros((len(wanted), len(each)))
+    weights = {row: np.zeros_like(mean) for row in order}
+    for term, plan in plans:
+        own, rest = _influence(term, plan, table, weights, samples)
+        mean, spread = mean + own, spread + rest
+    for i, one in enumerate(order):
+        for two in order[i:]:
+            twice = 1 if one == two else 2
+            spread = spread + twice * weights[one] * weights[two] * table.covariance(one, two)
+    spread = np.maximum(spread, 0.0)  # cancellation can leave a variance of zero a rounding below it
+    return Mixture(mean, spread.sum(axis=1))
 
-    def first(a: Powered) -> np.ndarray:
-        return of[a[0], ONE, a[1]]
 
-    def covariance(a: Powered, b: Powered) -> np.ndarray:
-        a, b = (a, b) if order.index(a) <= order.index(b) else (b, a)
-        return of[a[0], b[0], a[1] + b[1]] - first(a) * first(b)
+def _powered(plan: _Plan, power: int) -> _Plan:
+    return replace(plan, power=plan.power + power)
 
-    weights = {row: np.zeros((len(wanted), d)) for row in order}
-    mean, degenerate = np.zeros((len(wanted), d)), np.zeros((len(wanted), d))
-    for scale, plan in plans:
-        for row in plan.x:
-            weights[row, plan.power] += scale
-            mean += scale * first((row, plan.power))
-        if plan.y is None:
-            continue
-        y, baseline = (plan.y, plan.power), plan.configuration.baseline
-        b = first((plan.c, 0)) if plan.c else np.full_like(mean, plan.configuration.baseline_value)
+
+def _used(term: Term, plan: _Plan) -> Iterator[Powered]:
+    yield from ((row, plan.power) for row in (*plan.x, *((plan.y,) if plan.y else ())))
+    if plan.c:
+        yield plan.c, 0
+    if term.per_token:
+        yield _LENGTH
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """Expected rows and products of rows: ``of`` as propagated for rows in ``order``."""
+
+    of: dict[tuple[Row, Row, int], np.ndarray]
+    order: list[Powered]
+
+    def mean(self, row: Powered) -> np.ndarray:
+        return self.of[row[0], ONE, row[1]]
+
+    def covariance(self, one: Powered, two: Powered) -> np.ndarray:
+        if self.order.index(one) > self.order.index(two):
+            one, two = two, one
+        return self.of[one[0], two[0], one[1] + two[1]] - self.mean(one) * self.mean(two)
+
+
+def _influence(
+    term: Term, plan: _Plan, table: _Table, weights: dict[Powered, np.ndarray], samples: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Add a term's first-order part to the weights on rows; its mean ``[L, d]``, and the variance of what is left.
+
+    Only leave-one-out leaves something, a part of order 1/(G - 1) that is uncorrelated with every single sequence.
+    """
+    tokens: Any = table.mean(_LENGTH) if term.per_token else 1.0
+    scale = term.weight / plan.configuration.divisor / tokens
+    mean = np.zeros_like(next(iter(weights.values())))
+    rest = np.zeros_like(mean)
+    for row in plan.x:
+        weights[row, plan.power] += scale
+        mean += scale * table.mean((row, plan.power))
+    if plan.y is not None:
+        y, c = (plan.y, plan.power), (plan.c, 0) if plan.c else None
+        b: Any = table.mean(c) if c else plan.configuration.baseline_value
         weights[y] -= scale * b
-        mean -= scale * b * first(y)
-        if baseline == "loo" and plan.c is not None:  # its first-order part; the rest is of order 1/(G - 1), by itself
-            c, group = (plan.c, 0), plan.configuration.group(samples)
-            weights[c] -= scale * first(y)
-            spread = covariance(c, c) * covariance(y, y) + covariance(y, c) ** 2
-            degenerate += scale**2 * spread / (group - 1)
-    divisor = np.ones_like(mean)
-    if per_token:
-        divisor = first(_LENGTH)
-        mean = mean / divisor
-        weights[_LENGTH] -= mean
-    variance = degenerate
-    for i, a in enumerate(order):
-        for b_row in order[i:]:
-            twice = 1 if b_row == a else 2
-            variance = variance + twice * weights[a] * weights[b_row] * covariance(a, b_row)
-    each = np.maximum(variance / divisor**2, 0.0)  # cancellation can leave a variance of zero a rounding below it
-    return Mixture(mean, each.sum(axis=1))
+        mean -= scale * b * table.mean(y)
+        if plan.configuration.baseline == "loo" and c:
+            weights[c] -= scale * table.mean(y)
+            both = table.covariance(c, c) * table.covariance(y, y) + table.covariance(y, c) ** 2
+            rest = scale**2 * both / (plan.configuration.group(samples) - 1)
+    if term.per_token:
+        weights[_LENGTH] -= mean / tokens
+    return mean, rest

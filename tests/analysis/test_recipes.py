@@ -82,16 +82,23 @@ def test_one_configuration_has_the_moments_it_has_alone(world, configuration):
     assert_close(mixed.variance / 4, alone.covariance, 1e-8)
 
 
-@given(worlds(), configurations(baselines=("", "b=0.7")), configurations(baselines=("", "b=-1")), st.booleans())
+@given(
+    worlds(),
+    configurations(baselines=("", "b=0.7")),
+    configurations(baselines=("", "b=-1")),
+    st.tuples(st.booleans(), st.booleans()),
+)
 def test_a_sum_has_the_moments_of_the_enumerated_sum(world, first, second, per_token):
     parts = [enumerate_configuration(c, world.pair, world.length) for c in (first, second)]
-    g = 0.3 * parts[0].gradient - 1.7 * parts[1].gradient
-    p, size = parts[0].probability, np.ones(len(g))
-    if per_token:
-        size = sequences(world.pair.automaton, world.length).mask.sum(axis=1)
-    mean = p @ g / (p @ size)
-    off = (g - mean * size[:, None] if per_token else g - p @ g) / (p @ size)
-    mixed = mixture_moments(world.pair, [Term(0.3, first), Term(-1.7, second)], [world.length], per_token=per_token)
+    size = sequences(world.pair.automaton, world.length).mask.sum(axis=1)
+    p, terms = parts[0].probability, (0.3 * parts[0].gradient, -1.7 * parts[1].gradient)
+    mean, off = 0.0, 0.0
+    for g, divided in zip(terms, per_token, strict=True):
+        long = p @ size if divided else 1.0
+        own = p @ g / long
+        mean, off = mean + own, off + (g - own * (size[:, None] if divided else 1.0)) / long
+    found = [Term(0.3, first, 0, per_token[0]), Term(-1.7, second, 0, per_token[1])]
+    mixed = mixture_moments(world.pair, found, [world.length])
     assert_close(mixed.mean[0], mean, 1e-9)
     assert_close(mixed.variance[0], p @ (off**2).sum(axis=1), 1e-7)
 
@@ -141,7 +148,7 @@ def test_on_policy_recipes_are_sums_of_configurations(name, eos):
     pair = small(eos=eos, seed=4).pair
     recipe = parse_recipe(name)
     exact = expected([(1.0, recipe)], pair, 3)
-    enumerated = recipes._by_groups([(1.0, recipe)], pair, 3, False, 0, 0)
+    enumerated = recipes._by_groups([(1.0, recipe)], pair, 3, 0, 0)
     assert (exact.method, enumerated.method) == ("exact", "enumeration")
     assert_close(exact.mean, enumerated.mean)
     assert exact.variance == pytest.approx(enumerated.variance, rel=1e-9)
@@ -204,7 +211,7 @@ def test_groups_are_all_ordered_groups_with_their_probabilities(kind, ratio):
         g = ((x[i] - np.reshape(mean, (-1, 1)) * y[i]) / scale).mean(axis=0)
         total += p[i].prod() * g
         second += p[i].prod() * g @ g
-    found = recipes._by_groups([(1.0, recipe)], pair, T, False, 0, 0)
+    found = recipes._by_groups([(1.0, recipe)], pair, T, 0, 0)
     assert found.method == "enumeration"
     assert_close(found.mean, total)
     assert found.variance == pytest.approx(G * (second - total @ total), rel=1e-9)
@@ -245,8 +252,8 @@ def test_what_cannot_be_enumerated_is_sampled_and_says_so():
     assert sampled.method == "sampling"
     assert sampled.noise > 0
     index = np.arange(30_000).reshape(-1, 3)
-    total, tokens = recipes._unit_sums(terms, pair, recipes._draw(pair, 3, 30_000, np.random.default_rng(5)), index)
-    drawn = recipes._finish(total, tokens, np.full(len(index), 1 / len(index)), 3, False, "sampling", len(index))
+    found = recipes._unit_sums(terms, pair, recipes._draw(pair, 3, 30_000, np.random.default_rng(5)), index)
+    drawn = recipes._finish(*found, np.full(len(index), 1 / len(index)), 3, len(index))
     assert np.linalg.norm(drawn.mean - exact.mean) < 6 * drawn.noise
     assert drawn.variance == pytest.approx(exact.variance, rel=0.1)
 
@@ -263,7 +270,6 @@ def test_the_same_seed_gives_the_same_numbers():
     ("names", "says"),
     [
         ([], "no terms"),
-        (["k1-in-reward+token-mean", "k3-in-loss"], "whole batch"),
         (["k1-in-reward+group-std=2", "k1-in-reward+group-std=3"], "one size"),
         (["k1-in-reward+group-std=2", "k1-in-reward+mean-baseline"], "only constant"),
     ],
@@ -271,6 +277,18 @@ def test_the_same_seed_gives_the_same_numbers():
 def test_sums_of_recipes_that_cannot_be_are_refused(names, says):
     with pytest.raises(ValueError, match=says):
         expected([(1.0, parse_recipe(name)) for name in names], small().pair, 2)
+
+
+@pytest.mark.parametrize("off", [False, True])
+def test_token_means_and_others_add_up(off):
+    """SkyRL's two reductions in one sum: exact where it can be, against enumeration of the batch formula."""
+    pair = small(off=off, seed=6).pair
+    names = ("k3-in-reward+loo=2+token-mean", "k3-in-loss+length-mean")
+    terms = [(w, parse_recipe(name)) for w, name in zip((0.7, 0.2), names, strict=True)]
+    exact, enumerated = expected(terms, pair, 3), recipes._by_groups(terms, pair, 3, 0, 0)
+    assert (exact.method, enumerated.method) == ("exact", "enumeration")
+    assert_close(exact.mean, enumerated.mean)
+    assert exact.variance == pytest.approx(enumerated.variance, rel=1e-9)
 
 
 def test_the_unit_of_a_token_mean_is_the_samplers_mean_length():
