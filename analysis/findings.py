@@ -285,7 +285,7 @@ def _spread_finding(resolution: Resolution, penalty: Penalty, kind: str) -> Find
         return None
     message = (
         "reward and penalty are divided by the standard deviation of their group: prompts are reweighted, and where a "
-        f"group's rewards are equal the coefficient {number(penalty.coefficient)} has no effect, however small it is"
+        f"group's rewards are equal the coefficient {number(penalty.coefficient)} has no effect, whatever its size"
     )
     keys = [key for key in penalty.keys if re.search(r"std|scale|adv", key)]
     return Finding("warning", "group-std", message, _places(resolution, keys))

@@ -111,8 +111,14 @@ def reading(terms: Terms, *, off_policy: bool = False) -> Reading:
         for chosen in itertools.combinations(possible, count):
             found = _read(terms, chosen, off_policy)
             if found.verdict.coefficients is not None:
-                return replace(found, provided=tuple(r.says for r in (*needed, *chosen)))
+                return replace(found, provided=tuple(_says(r, terms) for r in (*needed, *chosen)))
     return Reading(Verdict("other", "other", None))
+
+
+def _says(relaxation: _Relaxation, terms: Terms) -> str:
+    """Its words, with the length at hand where the verdict's numbers depend on it."""
+    depends = relaxation.fixed_length and any(recipe.weight == "geometric" for _, recipe in terms)
+    return f"{relaxation.says}, here T = {LENGTH}" if depends else relaxation.says
 
 
 def _by_length(recipe: Recipe) -> bool:

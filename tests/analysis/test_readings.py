@@ -27,7 +27,7 @@ EXPECTED = {
     "k3-in-loss": ("token-forward", "token-forward", ()),
     "k3-clamped(20,10)-in-loss+length-mean": ("token-forward", "token-forward / T", (CLAMP, LENGTH)),
     "k3-in-loss+live-token-ratio+clamp=10": ("token", "token", (CLAMP,)),
-    "k3-in-loss+geometric-ratio": ("other", "0.25 sequence + 0.75 token-forward", (LENGTH,)),
+    "k3-in-loss+geometric-ratio": ("other", "0.25 sequence + 0.75 token-forward", (f"{LENGTH}, here T = 4",)),
     "k3-in-reward+loo=8+token-mean": ("other", "(sequence - token-forward) / E|y|", ()),
     "k3-in-reward+token": ("other", "token - token-forward", ()),
     "k2-in-reward": ("other", "no known field", ()),
