@@ -10,14 +10,14 @@ each with a power of 1/|y|, so means and variances are sums over pairs of rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from klgrad.synth.configurations import Configuration
 from klgrad.synth.exact import check_lengths
-from klgrad.synth.moments import ONE, Row, _Plan, _plan, _propagate, _Request, _Rows
+from klgrad.synth.moments import ONE, Plan, Product, Row, Rows, plan_of, propagate
 from klgrad.synth.policies import PolicyPair
 
 if TYPE_CHECKING:
@@ -72,16 +72,15 @@ def mixture_moments(
     if sum(term.configuration.baseline == "loo" for term in terms) > 1:
         raise ValueError("at most one term of a sum may have a leave-one-out baseline")
     wanted, each = check_lengths(pair, lengths), np.arange(pair.policy.parameters)
-    rows = _Rows(pair)
-    plans = [(term, _powered(_plan(rows, term.configuration), term.power)) for term in terms]
+    rows = Rows(pair)
+    plans = [(term, _powered(plan_of(rows, term.configuration), term.power)) for term in terms]
     order = list(dict.fromkeys(row for term, plan in plans for row in _used(term, plan)))
-    request = _Request({})
+    request: dict[Product, None] = {}  # a set in order
     for i, (row, power) in enumerate(order):
-        request.add(row, ONE, power)
-        for other, more in order[i:]:
-            request.add(row, other, power + more)
+        request[row, ONE, power] = None
+        request |= {(row, other, power + more): None for other, more in order[i:]}
     with np.errstate(over="ignore", invalid="ignore"):
-        table = _Table(_propagate(rows, request, wanted, each, each, ordered=False), order)
+        table = _Table(propagate(rows, list(request), wanted, each, each, ordered=False), order)
     mean, spread = np.zeros((len(wanted), len(each))), np.zeros((len(wanted), len(each)))
     weights = {row: np.zeros_like(mean) for row in order}
     for term, plan in plans:
@@ -95,11 +94,11 @@ def mixture_moments(
     return Mixture(mean, spread.sum(axis=1))
 
 
-def _powered(plan: _Plan, power: int) -> _Plan:
-    return replace(plan, power=plan.power + power)
+def _powered(plan: Plan, power: int) -> Plan:
+    return plan._replace(power=plan.power + power)
 
 
-def _used(term: Term, plan: _Plan) -> Iterator[Powered]:
+def _used(term: Term, plan: Plan) -> Iterator[Powered]:
     yield from ((row, plan.power) for row in (*plan.x, *((plan.y,) if plan.y else ())))
     if plan.c:
         yield plan.c, 0
@@ -124,7 +123,7 @@ class _Table:
 
 
 def _influence(
-    term: Term, plan: _Plan, table: _Table, weights: dict[Powered, np.ndarray], samples: int
+    term: Term, plan: Plan, table: _Table, weights: dict[Powered, np.ndarray], samples: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Add a term's first-order part to the weights on rows; its mean ``[L, d]``, and the variance of what is left.
 

@@ -101,7 +101,7 @@ def possible(pair: PolicyPair) -> np.ndarray:
 # ---------------------------------------------------------------------------------------------------- the rows
 
 
-class _Rows:
+class Rows:
     """The linear updates ``row' = sum of coefficient x source``, built for each configuration on demand."""
 
     def __init__(self, pair: PolicyPair) -> None:
@@ -209,7 +209,7 @@ Product = tuple[Row, Row, int]  # two rows and the power of 1/|y| their product 
 class _System:
     """The closed set of products of rows and the operator that moves them one token on."""
 
-    def __init__(self, rows: _Rows, wanted: list[Pair], left: np.ndarray, right: np.ndarray, *, ordered: bool) -> None:
+    def __init__(self, rows: Rows, wanted: list[Pair], left: np.ndarray, right: np.ndarray, *, ordered: bool) -> None:
         self.rows, self.left, self.right, self.ordered = rows, left, right, ordered
         self.index: dict[Pair, int] = {}
         self.terms: dict[tuple[int, int], np.ndarray] = {}
@@ -353,8 +353,8 @@ class _Step:
         return moved
 
 
-def _propagate(
-    rows: _Rows, request: Sequence[Product], lengths: np.ndarray, left: np.ndarray, right: np.ndarray, *, ordered: bool
+def propagate(
+    rows: Rows, request: Sequence[Product], lengths: np.ndarray, left: np.ndarray, right: np.ndarray, *, ordered: bool
 ) -> dict[Product, np.ndarray]:
     """``[L, n]`` each requested product, weighted with its power of 1/|y|, at every length."""
     system = _System(rows, [(a, b) for a, b, _ in request], left, right, ordered=ordered)
@@ -384,7 +384,7 @@ def _propagate(
 # ------------------------------------------------------------------------------------------------------ moments
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """One configuration's functionals: rows of X (g at b = 0), of Y, of C and of the estimate, and powers of 1/|y|."""
 
     configuration: Configuration
@@ -395,14 +395,15 @@ class _Plan(NamedTuple):
     power: int
 
 
-def _plan(rows: _Rows, configuration: Configuration) -> _Plan:
+def plan_of(rows: Rows, configuration: Configuration) -> Plan:
+    """The rows that a configuration's gradient, baseline and estimate are made of."""
     x = []
     if configuration.in_reward:
         x.append(rows.reward(configuration))
     if configuration.in_loss:
         x.append(rows.loss(configuration))
     needs_c = configuration.baseline in ("mean", "loo")
-    return _Plan(
+    return Plan(
         configuration,
         tuple(x),
         rows.scores(configuration.ratio) if configuration.baseline != "none" else None,
@@ -412,7 +413,7 @@ def _plan(rows: _Rows, configuration: Configuration) -> _Plan:
     )
 
 
-def _asked(plan: _Plan, *, second: bool) -> Iterator[Product]:
+def _asked(plan: Plan, *, second: bool) -> Iterator[Product]:
     """The products that the plan needs reported."""
     k = plan.power
     vectors = (*plan.x, *((plan.y,) if plan.y else ()))
@@ -435,7 +436,7 @@ def _asked(plan: _Plan, *, second: bool) -> Iterator[Product]:
 class _Products:
     """Means and covariances of a plan's functionals, read from the propagated products."""
 
-    def __init__(self, plan: _Plan, of: dict[Product, np.ndarray], size: int) -> None:
+    def __init__(self, plan: Plan, of: dict[Product, np.ndarray], size: int) -> None:
         self.plan, self.of, self.size, self.k = plan, of, size, plan.power
 
     def mean(self, vector: Sequence[Row]) -> np.ndarray:
@@ -484,19 +485,19 @@ def moments(
     for configuration in configurations:
         if configuration.baseline == "loo":
             configuration.group(samples)
-    rows = _Rows(pair)
-    plans = [_plan(rows, configuration) for configuration in configurations]
+    rows = Rows(pair)
+    plans = [plan_of(rows, configuration) for configuration in configurations]
     full, second = covariance == "full", covariance != "none"
     request = list(dict.fromkeys(product for plan in plans for product in _asked(plan, second=second)))
     each = np.arange(d)
     with np.errstate(over="ignore", invalid="ignore"):
-        of = _propagate(rows, request, wanted, each, each, ordered=False)
+        of = propagate(rows, request, wanted, each, each, ordered=False)
         crossed: dict[Product, np.ndarray] = {}
         if full:
             i, j = (index.ravel() for index in np.meshgrid(each, each, indexing="ij"))
             both_vectors = [product for product in request if _is_cross(rows, product)]
             if both_vectors:
-                crossed = _propagate(rows, both_vectors, wanted, i, j, ordered=True)
+                crossed = propagate(rows, both_vectors, wanted, i, j, ordered=True)
         found = [_finish(plan, of, crossed, covariance, samples, d) for plan in plans]
     if len(found) > 1 and not all(_finite(m) for m in found):
         # products share one operator, where an overflow of one (0 x inf) would spoil the others: each alone, then
@@ -516,17 +517,17 @@ def full_fits(pair: PolicyPair) -> bool:
     return pair.automaton.contexts * pair.automaton.vocabulary * pair.policy.parameters**2 <= _FULL_ENTRIES
 
 
-def _is_cross(rows: _Rows, key: Product) -> bool:
+def _is_cross(rows: Rows, key: Product) -> bool:
     return all(_vector(rows, row) for row in key[:2])
 
 
-def _vector(rows: _Rows, row: Row) -> bool:
+def _vector(rows: Rows, row: Row) -> bool:
     """Whether a row has one entry per coordinate: it takes in a score, directly or through another row."""
     return any(c.ndim == 3 or (source != row and _vector(rows, source)) for source, c in rows.update[row])
 
 
 def _finish(
-    plan: _Plan,
+    plan: Plan,
     of: dict[Product, np.ndarray],
     crossed: dict[Product, np.ndarray],
     covariance: str,
@@ -569,7 +570,7 @@ def _optimal(products: _Products, mean_x: np.ndarray, mean_y: Any, *, per_coordi
 
 
 def _covariance(
-    plan: _Plan,
+    plan: Plan,
     products: _Products,
     crossed: dict[Product, np.ndarray],
     mean_x: np.ndarray,
