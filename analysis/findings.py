@@ -261,12 +261,19 @@ def _length_finding(resolution: Resolution, penalty: Penalty, kind: str) -> Find
         return None
     key = str(resolution.library.policy.get("key", ""))
     if resolution.policy not in ("", "length-mean"):
-        ratios = [(_SHORT + _LONG) / (2 * length) for length in (_SHORT, _LONG)]
         message = (
-            f"the KL is a mean over each reply's tokens and the policy loss is reduced by {resolution.policy} "
-            f"({_short(key)}): against a token mean, replies of {_SHORT} and {_LONG} tokens have effective "
-            f"coefficients of {number(ratios[0])} and {number(ratios[1])} times {number(penalty.coefficient)}"
+            f"the KL is a mean over each reply's tokens and the policy loss is a {resolution.policy} ({_short(key)}): "
         )
+        ratios = [(_SHORT + _LONG) / (2 * length) for length in (_SHORT, _LONG)]
+        if resolution.policy == "token-mean":
+            message += (
+                f"replies of {_SHORT} and {_LONG} tokens have effective coefficients of {number(ratios[0])} and "
+                f"{number(ratios[1])} times {number(penalty.coefficient)}"
+            )
+        else:
+            message += (
+                f"the effective coefficient on a reply of {_SHORT} tokens is {_LONG // _SHORT} times that on {_LONG}"
+            )
         return Finding("warning", "length-mismatch", message, _places(resolution, [key]))
     message = (
         f"each reply's penalty is divided by its own length, so the effective coefficient falls as 1/|y|: a token of a "

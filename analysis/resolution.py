@@ -5,6 +5,7 @@ Evaluates the conditions and choices of an entry (``libraries``) on the settings
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,6 +101,10 @@ def written(value: Any) -> str:
     return number(value) if isinstance(value, (int, float)) else str(value)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
 class _Resolver:
     """Evaluates conditions and choices of an entry on the values in force, remembering which keys were asked."""
 
@@ -134,7 +139,8 @@ class _Resolver:
         if setting.flag and known.values and set(known.values) == {True, False} and not isinstance(value, bool):
             value = True  # what follows the flag is not its value
         if isinstance(value, str) and "$" in value:
-            self._problem(key, f"{setting.key} = {value} is not resolved here: {written(known.default)} is assumed")
+            message = f"{setting.key} = {value} is not resolved here: {written(known.default)} is assumed"
+            self._problem(key, message, setting)
             return
         if known.values and (text := written(value)) not in map(written, known.values):
             choices = ", ".join(map(written, known.values))
@@ -146,8 +152,9 @@ class _Resolver:
             )
             return
         numeric = isinstance(known.default, (int, float)) and not isinstance(known.default, bool) and not known.values
-        if numeric and value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            self._problem(key, f"{setting.key} = {value} is no number: {written(known.default)} is assumed", setting)
+        if numeric and value is not None and not _is_number(value):
+            message = f"{setting.key} = {setting.value} is no finite number: {written(known.default)} is assumed"
+            self._problem(key, message, setting)
             return
         value = next((v for v in known.values if written(v) == written(value)), value)
         self.given[key] = Given(key, value, key if exact else setting.key, setting.line)
@@ -156,9 +163,8 @@ class _Resolver:
         inside = [key for key, known in self.entry.keys.items() if known.section]
         return [key for key in inside if plain_key(name).startswith(f"{plain_key(key)}.")]
 
-    def _problem(self, key: str, message: str, setting: Setting | None = None) -> None:
-        if setting is not None:
-            self.given.setdefault(key, Given(key, self.entry.keys[key].default, setting.key, setting.line))
+    def _problem(self, key: str, message: str, setting: Setting) -> None:
+        self.given.setdefault(key, Given(key, self.entry.keys[key].default, setting.key, setting.line))
         self.problems.append(("unknown-value", message, (key,)))
 
     def holds(self, when: When) -> bool:
@@ -179,9 +185,8 @@ class _Resolver:
             elif isinstance(each, str) and each[:1] == "!":
                 fine &= text != each[1:]
             elif isinstance(each, str) and each[:1] in "<>" and each[1:]:
-                number_like = isinstance(value, (int, float)) and not isinstance(value, bool)
                 bound = float(each[1:])
-                fine &= number_like and (value > bound if each[0] == ">" else value < bound)
+                fine &= _is_number(value) and (value > bound if each[0] == ">" else value < bound)
             else:
                 allowed.append(written(each))
         return fine and (not allowed or text in allowed)
@@ -253,7 +258,12 @@ def resolve(entry: Library, settings: Sequence[Setting]) -> Resolution:
 def _penalty(resolver: _Resolver, term: Mapping[str, Any], switches: tuple[str, ...]) -> Penalty:
     estimator, estimator_keys = resolver.asked_by(lambda: resolver.choose(term["estimator"]))
     options, option_keys = resolver.asked_by(lambda: [resolver.choose(option) for option in term.get("options", ())])
-    recipe = parse_recipe("+".join([f"{estimator}-in-{term['placement']}", *filter(None, options)]))
+    name = "+".join([f"{estimator}-in-{term['placement']}", *filter(None, options)])
+    try:
+        recipe = parse_recipe(name)
+    except ValueError as error:
+        chosen = ", ".join(f"{key} = {written(resolver.values[key])}" for key in option_keys if key in resolver.given)
+        raise ValueError(f"{chosen} cannot be: {error}") from None
     key = term["coefficient"] if isinstance(term["coefficient"], str) else None
     coefficient = resolver.values[key] if key else term["coefficient"]
     provided, assumption_keys = resolver.asked_by(

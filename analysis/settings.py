@@ -18,7 +18,8 @@ FORMATS = ("yaml", "json", "toml", "command")
 MAX_SETTINGS = 20_000
 _SUFFIXES = {".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml", ".sh": "command", ".bash": "command"}
 _OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_][\w./@-]*)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$\{([\w.]+)(?::?-([^{}]*))?\}|\$(\w+)")
+_VARIABLE = re.compile(r"\$\{([\w.]+)(?::?[-=]([^{}]*))?\}|\$(\w+)")
+_SHELL_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -97,23 +98,22 @@ def _guess(text: str) -> str:
 
 
 def _filled(settings: list[Setting]) -> Iterator[Setting]:
-    """Settings with references to other settings of the text filled in, one level deep."""
-    known = {setting.key: setting.value for setting in settings}
+    """Settings with references to others of the text filled in, earlier ones first; shell variables stay inside."""
+    known = {setting.key: setting.value for setting in settings if "$" not in str(setting.value)}
     for setting in settings:
-        if isinstance(setting.value, str) and "$" in setting.value:
-            yield Setting(setting.key, plain(_substituted(setting.value, known)), setting.line, setting.flag)
-        else:
-            yield setting
+        value = setting.value
+        if isinstance(value, str) and "$" in value:
+            value = plain(_VARIABLE.sub(lambda match: _substitute(match, known), value))
+            known.setdefault(setting.key, value)
+        if not _SHELL_VARIABLE.fullmatch(setting.key):
+            yield Setting(setting.key, value, setting.line, setting.flag)
 
 
-def _substituted(text: str, known: dict[str, Any]) -> str:
-    def one(match: re.Match[str]) -> str:
-        name = match[1] or match[3]
-        if name in known and "$" not in str(known[name]):
-            return str(known[name])
-        return match[0] if match[2] is None else match[2]
-
-    return _VARIABLE.sub(one, text)
+def _substitute(match: re.Match[str], known: dict[str, Any]) -> str:
+    name = match[1] or match[3]
+    if name in known:
+        return str(known[name])
+    return match[0] if match[2] is None else match[2]
 
 
 # -------------------------------------------------------------------------------------------------------- the formats
@@ -251,6 +251,8 @@ def _command(text: str, name: str) -> Iterator[Setting]:
                 yield Setting(key, plain(following), line, flag=True)
             else:
                 yield Setting(key, True, line, flag=True)
+        elif default := re.fullmatch(r"\$\{(\w+):?=(.*)\}", token):  # : "${NAME:=value}"
+            yield Setting(default[1], plain(default[2]), line)
         elif (match := _OVERRIDE.fullmatch(token)) and not (i and _takes_value(tokens[i - 1][0])):
             yield Setting(match[1], None if token.startswith("~") else plain(match[2]), line)
         elif token.startswith("~") and len(token) > 1:
@@ -276,10 +278,10 @@ def _tokens(text: str, name: str) -> Sequence[tuple[str, int]]:
         except ValueError:
             continue  # a quotation goes on
         for word in words:
-            bare = re.sub(r"^(\w+\+?=)?\($|^\)$", "", word)
+            bare = re.sub(r"^\w+\+?=\(|^\($|^\)$", "", word.rstrip(";"))
             bare = bare[:-1] if bare.endswith(")") and "(" not in bare else bare
             if bare:
-                found.append((bare.rstrip(";"), first))
+                found.append((bare, first))
         pending = ""
     if pending.strip():
         raise ValueError(f"{name}, line {first}: a quotation is not closed")

@@ -96,7 +96,7 @@ def _text(file: str) -> str:
 
 
 def _show(file: str, entry: Library, report: Report, measured: list[dict[str, Any]], clues: list[str]) -> None:
-    click.echo(f"{entry.title} {entry.version} ({entry.read})")
+    click.echo(f"{entry.title} {entry.version}, read from {entry.read}")
     if clues:
         click.echo(f"library       {entry.name}, guessed from {', '.join(clues[:4])}")
     for penalty in report.resolution.penalties:

@@ -223,8 +223,9 @@ def test_a_section_is_given_by_what_is_in_it(given, value):
     ("given", "says"),
     [
         ({"a.kind": "k4"}, "k4 is no value that Mine 1 is known to take"),
-        ({"a.coef": "much"}, "much is no number: 0.1 is assumed"),
-        ({"a.coef": True}, "no number"),
+        ({"a.coef": "much"}, "much is no finite number: 0.1 is assumed"),
+        ({"a.coef": True}, "no finite number"),
+        ({"a.coef": float("inf")}, "no finite number"),
         ({"a.coef": "${unknown}"}, "is not resolved here: 0.1 is assumed"),
         ({"a.use": True, "n": 1}, f"n = 1 makes no group: a group of {ASSUMED_GROUP} is assumed"),
         ({"a.use": True}, f"by default makes no group: a group of {ASSUMED_GROUP} is assumed"),

@@ -157,6 +157,19 @@ def test_unknown_values_and_shorter_names_are_told():
     assert said(found, "read-as").message == "rollout.n is read as actor_rollout_ref.rollout.n"
 
 
+@pytest.mark.parametrize(
+    ("text", "name", "says"),
+    [
+        ("beta=1 kl_clamp_value=-1", "tunix-grpo", "kl_clamp_value = -1 cannot be: the bound -1"),
+        ("beta=1 loss_type=dr_grpo max_completion_length=0", "trl-grpo", "max_completion_length = 0 cannot be"),
+        ("beta=1 loss_denominator=many", "open-instruct", "loss_denominator = many cannot be"),
+    ],
+)
+def test_values_that_cannot_be_are_named(text, name, says):
+    with pytest.raises(ValueError, match=says):
+        report(text, name)
+
+
 def test_errors_come_first():
     levels = [f.level for f in report("beta=0.1", "tunix-ppo").findings]
     assert levels == sorted(levels, key=["error", "warning", "note"].index)
