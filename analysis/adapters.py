@@ -1,6 +1,6 @@
 """How each library's KL function is imported and called; one ``Adapter`` per library, run only where it is installed.
 
-Nothing of a library is copied here, and its licence does not matter: its function is called where its user has it.
+Nothing of a library is copied here: its function is called where its user has installed it.
 """
 
 from __future__ import annotations

@@ -123,6 +123,8 @@ def _unknown(resolution: Resolution) -> Iterator[Finding]:
     ends = {_short(plain_key(key)): key for key in entry.keys}
     for setting in resolution.unread:
         end = _short(plain_key(setting.key))
+        if end in entry.unrelated:
+            continue
         near = difflib.get_close_matches(end, ends, n=1, cutoff=0.85)
         if not near and not re.search(r"(?:^|[._])(?:use_)?kl(?:$|[._]|\d|div|coe)|_kl(?:$|_)", plain_key(setting.key)):
             continue

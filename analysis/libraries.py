@@ -58,6 +58,7 @@ class Library:
         switched_on: the least settings that turn a penalty on, where the defaults have none.
         versions: other versions and what differs in them.
         marks: words of a command line that give the library away.
+        unrelated: settings that sound like the KL and are something else, by their last part.
         issues: threads that bear on the entry.
         asked: the version asked for, where it is one that was not read.
     """
@@ -77,6 +78,7 @@ class Library:
     switched_on: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, Any] = field(default_factory=dict)
     marks: tuple[str, ...] = ()
+    unrelated: tuple[str, ...] = ()
     issues: tuple[str, ...] = ()
     asked: str = ""
 
@@ -133,7 +135,7 @@ def load(path: Path) -> Library:
             for key, k in content.pop("keys").items()
         }
         lists: dict[str, Any] = {
-            name: tuple(content.pop(name, ())) for name in ("source", "terms", "findings", "marks", "issues")
+            name: tuple(content.pop(name, ())) for name in ("source", "terms", "findings", "marks", "unrelated", "issues")
         }
         return Library(name=path.stem, keys=keys, **lists, **content)
     except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:

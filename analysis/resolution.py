@@ -164,7 +164,7 @@ class _Resolver:
         return [key for key in inside if plain_key(name).startswith(f"{plain_key(key)}.")]
 
     def _problem(self, key: str, message: str, setting: Setting) -> None:
-        self.given.setdefault(key, Given(key, self.entry.keys[key].default, setting.key, setting.line))
+        self.given[key] = Given(key, self.entry.keys[key].default, setting.key, setting.line)
         self.problems.append(("unknown-value", message, (key,)))
 
     def holds(self, when: When) -> bool:

@@ -147,6 +147,8 @@ def test_unknown_kl_settings_are_warned_of(text, says, hint):
 def test_settings_that_have_nothing_to_do_with_the_kl_are_counted_and_left_alone():
     found = report("optim.lr=1e-6 data.path=x trainer.epochs=3 actor.clock=1 model.block=2", "verl")
     assert found.ignored == 5
+    other = report("actor_rollout_ref.actor.policy_loss.ppo_kl_coef=0.1 policy_loss.kl_cov_ratio=0.2", "verl")
+    assert {f.id for f in other.findings} == {"no-penalty"}
     assert {f.id for f in found.findings} == {"no-penalty"}
 
 
