@@ -135,7 +135,8 @@ def load(path: Path) -> Library:
             for key, k in content.pop("keys").items()
         }
         lists: dict[str, Any] = {
-            name: tuple(content.pop(name, ())) for name in ("source", "terms", "findings", "marks", "unrelated", "issues")
+            name: tuple(content.pop(name, ()))
+            for name in ("source", "terms", "findings", "marks", "unrelated", "issues")
         }
         return Library(name=path.stem, keys=keys, **lists, **content)
     except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:

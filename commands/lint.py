@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from klgrad.commands.display import dump, number
-from klgrad.commands.options import Source, json_option, lengths_option, pair_of, pair_options
+from klgrad.commands.options import Source, json_option, lengths_of, lengths_option, pair_of, pair_options
 
 if TYPE_CHECKING:
     from klgrad.analysis.libraries import Library
@@ -45,7 +45,7 @@ def lint(
 
     FILE is YAML, JSON, TOML, or a shell script or command line with Hydra overrides (a.b.c=value) or flags
     (--kl-coef 0.01); - reads standard input. Nothing in it is executed. The exit code is 1 where a finding is an
-    error. Numbers are for the preset words at T = 10, unless you ask for another pair.
+    error. Numbers are for a coefficient of 1, on the preset words at T = 10 unless you ask for another pair.
 
     \b
     klgrad lint ppo.yaml --library verl
@@ -64,9 +64,10 @@ def lint(
     terms = active(report.resolution)
     measured = []
     if terms:
-        wanted = lengths or [_LENGTH]
         if source.preset is None and source.pair is None:
-            source = Source(_PRESET, None, source.behaviour)
+            source, lengths = Source(_PRESET, None, source.behaviour), lengths or [_LENGTH]
+        usual = lengths_of(None, source)
+        wanted = lengths or sorted({usual[0], usual[-1]})
         pair = pair_of(source, max(wanted))
         measured = [numbers(terms, pair, length) for length in wanted]
     if as_json:

@@ -80,6 +80,12 @@ def test_another_pair_and_lengths():
     assert "bias 0, relative 0" in done.output
 
 
+def test_a_pairs_own_lengths_where_none_are_given():
+    done = run(CONFIGS / "trl-rloo" / "right.yaml", "--library", "trl-rloo", "--preset", "handbook")
+    assert done.exit_code == 0
+    assert "on handbook   T = 1: KL 0.02101" in done.output
+
+
 def test_stale_samples():
     fresh = run(CONFIGS / "trl-rloo" / "right.yaml", "--library", "trl-rloo", "--preset", "near", "--lengths", "5")
     stale = run(CONFIGS / "trl-rloo" / "right.yaml", "--library", "trl-rloo", "--preset", "stale", "--lengths", "5")
