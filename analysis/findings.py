@@ -105,6 +105,12 @@ def _settings_findings(resolution: Resolution) -> Iterator[Finding]:
                 f"{_short(name)} = {number(penalty.coefficient)} is negative: drifting from the reference is rewarded",
                 _places(resolution, [name]),
             )
+    decisive = {key for penalty in resolution.penalties for key in (*penalty.keys, *penalty.assumption_keys)}
+    unread = [k for k in sorted(decisive - set(resolution.given)) if not resolution.library.keys[k].read]
+    if unread:
+        held = ", ".join(f"{_short(key)} = {written(resolution.values[key])}" for key in unread)
+        message = f"not given, and its default not read at this version: {held} is assumed"
+        yield Finding("note", "assumed-default", message, _places(resolution, unread))
     for identity, message, keys in resolution.problems:
         yield Finding("warning", identity, message, _places(resolution, keys))
     for given in resolution.given.values():

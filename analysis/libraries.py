@@ -35,12 +35,14 @@ class Key:
         means: in a few words.
         values: all it can be; empty for numbers and free text.
         section: whether any setting below it counts as giving it.
+        read: whether the default was read at the entry's version; else it is what is usual there, and lint says so.
     """
 
     default: Any
     means: str
     values: tuple[Any, ...] = ()
     section: bool = False
+    read: bool = True
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,12 @@ def load(path: Path) -> Library:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
         keys = {
-            key: Key(plain(k["default"]), k["means"], tuple(map(plain, k.get("values", ()))), k.get("section", False))
+            key: Key(
+                plain(k["default"]),
+                k["means"],
+                tuple(map(plain, k.get("values", ()))),
+                **{name: k[name] for name in ("section", "read") if name in k},
+            )
             for key, k in content.pop("keys").items()
         }
         lists: dict[str, Any] = {

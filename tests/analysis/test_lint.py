@@ -259,3 +259,20 @@ def test_a_gradient_that_points_away_has_no_good_scale():
     assert found["rescaled_bias"] == 1.0
     nothing = numbers([(1.0, parse_recipe("k1-in-loss"))], preset("near", 5), 5)
     assert math.isnan(nothing["cosine"])
+
+
+def test_a_default_that_was_not_read_is_said_where_it_decides():
+    """The verdict on RL4LMs' defaults rests on a lambda that its entry only assumes; given, nothing is assumed."""
+    from klgrad.analysis.findings import findings
+    from klgrad.analysis.libraries import library
+    from klgrad.analysis.resolution import resolve
+    from klgrad.analysis.settings import Setting
+
+    entry = library("rl4lms")
+
+    def assumed(*settings):
+        found = findings(resolve(entry, [Setting(key, value) for key, value in settings]), None)
+        return [each.message for each in found if each.id == "assumed-default"]
+
+    assert any("gae_lambda = 0.95" in message for message in assumed())
+    assert assumed(("alg.args.gamma", 1.0), ("alg.args.gae_lambda", 1.0)) == []
