@@ -72,6 +72,7 @@ def examine(subject: Function, *, coupled: bool, off: float) -> list[Finding]:
     batch = probe()
     for look in (_poison, _appended, _permuted):
         findings += look(subject, batch)
+    sound = not findings
     if coupled:
         how = f"by {off:.3g} relative" if np.isfinite(off) else "one row alone gives NaN"
         message = (
@@ -85,7 +86,7 @@ def examine(subject: Function, *, coupled: bool, off: float) -> list[Finding]:
         findings += _beta(subject, batch)
     if _REWARDS & set(subject.plan.roles.values()) and not coupled:
         findings += _arrives(subject, batch) or _shifted(subject)
-    if not any(f.level == "error" for f in findings):
+    if sound:
         findings.insert(0, _finding("info", "padding, order and repetition change nothing"))
     return findings
 

@@ -127,15 +127,17 @@ def _sections(subject: BuiltIn | Function, report: Report, error: float, section
         section = gradient.examine(subject, report.target, report.placement, coupled=coupled)
         report = _with(report, gradient=section.gradient)
     yield report
+    surrogate = report.gives == ["loss"]  # then the value of a term may be anything
     if "value" in sections or "variance" in sections:
-        numbers, findings = value.examine(subject, coupled=coupled, surrogate=report.gives == ["loss"])
+        numbers, findings = value.examine(subject, coupled=coupled, surrogate=surrogate)
+        surrogate &= numbers["relative_bias"] > 10 * subject.tolerance
         report = more(findings if "value" in sections else [], value=numbers)
     report = more(section.findings if "gradient" in sections else [])
     yield report
     verdicts = {where: found["verdict"] for where, found in section.gradient.items()}
     if "variance" in sections:
         spread, findings = variance.examine(section.measured, verdicts, error)
-        if subject.kind != "loss" and not coupled and subject.returns != "return":
+        if subject.kind != "loss" and not coupled and subject.returns != "return" and not surrogate:
             unbiased = report.value["relative_bias"] <= 10 * subject.tolerance
             tail, heavy = variance.tail(subject, unbiased=unbiased)
             spread, findings = {**spread, **tail}, findings + heavy

@@ -340,3 +340,12 @@ def test_a_surrogate_per_token_is_not_held_to_its_value():
         assert report.passed, str(report)
         assert report.gives == ["loss"]
     assert any("surrogate" in f.message for f in report.of("value", "info"))
+    assert report.of("variance", "warning") == []
+
+
+def test_padding_is_not_praised_and_blamed_at_once():
+    def whole(logp, ref_logp):
+        return (logp - ref_logp).sum(-1)
+
+    findings = check(whole, sections=("invariance",)).findings
+    assert [f.level for f in findings] == ["warning"]
