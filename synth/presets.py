@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from klgrad.synth.automata import counts, markov
+from klgrad.synth.automata import counts, markov, positional
 from klgrad.synth.estimators import unknown
 from klgrad.synth.policies import PolicyPair, linear, log_softmax, tabular
 
@@ -84,6 +84,15 @@ def _counts(length: int) -> PolicyPair:
     )
 
 
+def _ending(length: int) -> PolicyPair:
+    automaton = positional(2, length, eos=True)
+    features = np.zeros((automaton.contexts, 2, 2))
+    features[:-1, 1] = [[1.0, t] for t in range(length)]
+    return PolicyPair(
+        automaton, linear(automaton, features, np.array([-0.3, 0.25])), log_softmax(features @ np.array([0.4, -0.1]))
+    )
+
+
 def _words(length: int) -> PolicyPair:
     """V = 16, the last token ends: each word prefers its successor, the policy more sharply than the reference."""
     automaton = markov(16, 1, start=(0,), eos=True)
@@ -133,6 +142,14 @@ PRESETS: dict[str, Preset] = {
         "V = 2, d = 3, logit of token 1 = theta . (1, last token as -1 or 1 (0 at the start), "
         "mean of the past (1/2 at the start)); policy theta (0.3, 0.9, -0.7), reference theta (-0.1, 0.2, 0.4)",
         _counts,
+        tuple(range(5, 21)),
+        "klgrad",
+    ),
+    "ending": Preset(
+        "a token or the end: the smallest pair with replies of random length",
+        "V = 2, token 1 ends, context = position t from 0, d = 2, logit of the end = theta . (1, t); "
+        "policy theta (-0.3, 0.25), reference theta (0.4, -0.1)",
+        _ending,
         tuple(range(5, 21)),
         "klgrad",
     ),

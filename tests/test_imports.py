@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "commands": {"files", "commands", "figures", "harness", "analysis", "synth"},
     "cli": {"cli", "commands"},
 }
-HEAVY = {"torch", "transformers", "matplotlib", "pandas", "dask"}
+HEAVY = {"torch", "transformers", "matplotlib", "pandas", "dask", "sympy", "latex2mathml"}
 SOURCES = [*sorted(ROOT.glob("*.py")), *(path for part in MAY_IMPORT for path in sorted((ROOT / part).rglob("*.py")))]
 
 

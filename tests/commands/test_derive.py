@@ -1,0 +1,84 @@
+"""`klgrad derive`, as a user meets it."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from klgrad.analysis.derivations import DERIVATIONS, Derivation, Step
+from klgrad.cli import main
+
+
+def run(*words):
+    return CliRunner().invoke(main, ["derive", *words])
+
+
+def test_without_a_name_it_lists():
+    done = run()
+    assert done.exit_code == 0
+    listed = [line.split()[0] for line in done.stdout.splitlines()[2:]]
+    assert listed == list(DERIVATIONS)
+    assert [each["name"] for each in json.loads(run("--json").stdout)] == list(DERIVATIONS)
+
+
+@pytest.mark.parametrize("name", DERIVATIONS)
+def test_every_derivation_is_told(name):
+    done = run(name)
+    assert done.exit_code == 0, done.output
+    assert DERIVATIONS[name].title.split()[0] in done.stdout
+    assert "steps hold; the largest residual is" in done.stdout
+
+
+def test_placement_pair_lengths_and_format():
+    done = run("k3", "--placement", "loss", "--preset", "near", "--lengths", "1,2", "--format", "markdown")
+    assert done.exit_code == 0, done.output
+    assert "In the loss" in done.stdout
+    assert "In the reward" not in done.stdout
+    assert "pair near, T = 1, 2" in done.stdout
+    assert "$$" in done.stdout
+    assert run("k3", "--format", "html").stdout.startswith("<!doctype html>")
+    assert run("k3", "--format", "latex").stdout.startswith(r"\documentclass")
+
+
+def test_json_has_both_sides():
+    found = json.loads(run("handbook", "--json").stdout)
+    assert found["pair"] == "handbook"
+    first = found["steps"][0]["sides"][0]
+    assert (first["left"], first["right"]) == (pytest.approx(0.021007, abs=5e-7), 0.021007)
+
+
+def test_a_behaviour_policy_is_left_aside_aloud():
+    done = run("k1", "--preset", "stale")
+    assert done.exit_code == 0
+    assert "the behaviour policy is left aside" in done.stderr
+    assert run("off-policy", "--preset", "near", "--behaviour", "uniform").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["k4"], "unknown derivation 'k4'"),
+        (["k3", "--placement", "los"], "no steps for the placement 'los': there is reward, loss, both"),
+        (["handbook", "--preset", "near"], "about the numbers of its own pair"),
+        (["off-policy", "--preset", "near"], "needs a behaviour policy"),
+        (["k3", "--preset", ""], "unknown preset ''"),
+        (["k3", "--lengths", "40"], "take a shorter length"),
+        (["k3", "--pair", "nowhere.npz"], "nowhere.npz does not exist"),
+    ],
+)
+def test_bad_use_is_one_sentence(words, sentence):
+    done = run(*words)
+    assert done.exit_code == 2
+    assert sentence in done.stderr
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_step_that_does_not_hold_stops_with_exit_code_1(monkeypatch):
+    step = Step("a", "b", "because", (lambda m: m.exact("kl"), lambda m: np.array(0.0)))
+    monkeypatch.setitem(DERIVATIONS, "wrong", Derivation("wrong", "a wrong one", "here", (step,), ""))
+    done = run("wrong")
+    assert done.exit_code == 1
+    assert "wrong on far at T = 3: the sides differ in a = b" in done.stderr
+    assert done.stdout == ""
