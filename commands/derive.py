@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from klgrad.commands.display import dump, notes, table
-from klgrad.commands.options import Source, json_option, lengths_option, pair_of, pair_options
+from klgrad.commands.options import Lengths, Source, json_option, pair_of, pair_options
 
 if TYPE_CHECKING:
     from klgrad.analysis.derivations import Checked, Derivation
@@ -22,9 +22,12 @@ class CheckFailed(click.ClickException):
 
 @click.command(short_help="Derivations that run: every step with both sides as numbers.")
 @click.argument("name", required=False)
+@click.option("--phi", metavar="FORMULA", help="An estimator of your own, phi(r) with r = pi_ref / pi, as a formula.")
 @click.option("--placement", metavar="PLACEMENT", help="Only the steps for this placement: reward, loss or both.")
 @pair_options
-@lengths_option
+@click.option(
+    "--lengths", type=Lengths(), metavar="LENGTHS", help="1:4, or 1,2,5. Default: the derivation's own, mostly 3."
+)
 @click.option(
     "--format",
     "form",
@@ -35,7 +38,13 @@ class CheckFailed(click.ClickException):
 )
 @json_option
 def derive(
-    name: str | None, placement: str | None, source: Source, lengths: list[int] | None, form: str, as_json: bool
+    name: str | None,
+    phi: str | None,
+    placement: str | None,
+    source: Source,
+    lengths: list[int] | None,
+    form: str,
+    as_json: bool,
 ) -> None:
     """From the definition to what an estimator optimises, every step evaluated on an exact model.
 
@@ -43,18 +52,26 @@ def derive(
     and a step that does not hold to 1e-10 stops with exit code 1. Lengths are short by default: every sequence is
     written out.
 
+    With --phi: the derivation of an estimator of your own. A formula is made of numbers, r, delta (= -log r),
+    + - * / ^, parentheses, log, exp, sqrt and abs.
+
     \b
     klgrad derive k3
     klgrad derive k3 --placement loss --preset near --lengths 1,2,3
     klgrad derive optimum --format html > optimum.html
+    klgrad derive --phi "r*log(r) - (r-1)"
     """
     from klgrad.analysis.derivations import DERIVATIONS, derivation
+    from klgrad.analysis.derivations.phi import phi_derivation
     from klgrad.analysis.derivations.render import as_data, formats
 
-    if name is None:
+    if name is not None and phi is not None:
+        raise ValueError(f"give the name of a derivation ({name}) or --phi, not both")
+    if name is None and phi is None:
         _list(list(DERIVATIONS.values()), as_json)
         return
-    checked = _checked(derivation(name), source, lengths, placement)
+    shown = phi_derivation(phi) if phi is not None else derivation(str(name))
+    checked = _checked(shown, source, lengths, placement)
     if as_json:
         dump(as_data(checked))
     else:

@@ -26,7 +26,7 @@ _SYMBOLS = {
     "le": "≤", "ge": "≥", "ne": "≠", "approx": "≈", "propto": "∝", "cdots": "...", "dots": "...", "|": "‖", "mid": "|",
     "lim": "lim", "quad": "   ", "qquad": "   ", ",": " ", ";": " ", " ": " ", "left": "", "right": "",
 }  # fmt: skip
-_WORDS = ("log", "exp", "min", "max", "cos", "sqrt")
+_WORDS = ("log", "exp", "min", "max", "cos")
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\s+|.", re.DOTALL)
 
@@ -84,9 +84,11 @@ def _read(tokens: list[str], *, top: bool = False) -> str:
         if token in "_^":
             out.append(_script(token, _argument(tokens)))
         elif token in (r"\frac", r"\tfrac"):
-            over, under = _argument(tokens), _argument(tokens)
-            out.append(f"({_grouped(over)}/{_grouped(under)})")
-        elif token in (r"\mathrm", r"\mathbb", r"\text"):
+            over, under = _argument(tokens).strip(), _argument(tokens).strip()
+            out.append(f"({_grouped(over, '[+/-]')}/{_grouped(under, '[ +/-]')})")
+        elif token == r"\sqrt":
+            out.append(f"sqrt({_argument(tokens).strip()})")
+        elif token in (r"\mathrm", r"\mathbb", r"\text", r"\operatorname"):
             out.append(_argument(tokens))
         elif token == "{":
             out.append(_read(tokens))
@@ -125,9 +127,12 @@ def _script(kind: str, inner: str) -> str:
     return f"_{inner}" if len(inner) <= 2 else f"_{{{inner}}}"
 
 
-def _grouped(text: str) -> str:
-    text = text.strip()
-    return f"({text})" if re.search(r"[ +\-/]", text) and not re.fullmatch(r"\([^()]*\)", text) else text
+def _grouped(text: str, loose: str) -> str:
+    """In parentheses, if one of these characters stands outside all parentheses."""
+    bare = text
+    while (inner := re.sub(r"\([^()]*\)", "", bare)) != bare:
+        bare = inner
+    return f"({text})" if re.search(loose, bare.strip()) else text
 
 
 def _tidy(text: str) -> str:
@@ -135,7 +140,7 @@ def _tidy(text: str) -> str:
     text = re.sub(r"([ΣΠ](?:_(?:\{[^}]*\}|[<≤≥]?\w))?)(?=[^\s_)\]{])", r"\1 ", text)
     text = re.sub(r"(?<=[\w)\]⁰-⁹²³¹])(?=[ΣΠ∇])|(?<=\))(?=[A-Za-zα-ω])", " ", text)
     text = re.sub(r"(log|exp|min|max|cos) +(?=[(_])", r"\1", text)
-    text = re.sub(r"(^|[(=,\[:] ?)- +(?=log)", r"\1-", text)
+    text = re.sub(r"(^|[(=,\[:/] ?)- +", r"\1-", text.strip())
     text = re.sub(r"(?<=[(\[∇]) +| +(?=[)\],])", "", text)
     text = re.sub(r"\[\(([^()]*)\)\]", r"[\1]", text)
     return re.sub(r" {2,}", " ", text).replace("^*", "*").strip()

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from klgrad.analysis.derivations.latex import plain
 from klgrad.analysis.derivations.model import COMPLEX_STEP, Model
 from klgrad.synth.configurations import PLACEMENTS
 from klgrad.synth.policies import PolicyPair
@@ -135,7 +136,7 @@ def evaluate(step: Step | Comparison, model: Model) -> Result:
     model.largest_term = 0.0
     left, right = (np.asarray(side(model), float) for side in step.evaluate)
     if left.shape != right.shape:
-        raise StepFailed(f"{step.left} has shape {left.shape} and {step.right} {right.shape}")
+        raise StepFailed(f"{plain(step.left)} has shape {left.shape} and {plain(step.right)} {right.shape}")
     both_infinite = np.isinf(left) & (left == right)
     gap = np.abs(np.where(both_infinite, 0.0, left) - np.where(both_infinite, 0.0, right)).max(initial=0.0)
     scale = max(float(np.abs(x[np.isfinite(x)]).max(initial=0.0)) for x in (left, right))
@@ -160,7 +161,7 @@ def verify(result: Result, where: str) -> Result:
     )
     if not holds:
         raise StepFailed(
-            f"{where}: the sides differ in {step.left} = {step.right} "
+            f"{where}: the sides differ in {plain(step.left)} = {plain(step.right)} "
             f"(left {result.left.tolist()}, right {result.right.tolist()}, residual {result.residual:.3g})"
         )
     return result

@@ -82,3 +82,30 @@ def test_a_step_that_does_not_hold_stops_with_exit_code_1(monkeypatch):
     assert done.exit_code == 1
     assert "wrong on far at T = 3: the sides differ in a = b" in done.stderr
     assert done.stdout == ""
+
+
+def test_an_estimator_of_ones_own():
+    done = run("--phi", "r - 1 - log(r)", "--preset", "near")
+    assert done.exit_code == 0, done.output
+    assert "the loss gives ∇KL_t(q‖π) and the reward ∇KL_t(π‖q) - ∇KL_t(q‖π)" in " ".join(done.stdout.split())
+    assert "h(r) by quadrature = r log(r) - r + 1" in done.stdout
+    only = run("--phi", "r^2", "--placement", "loss", "--format", "html")
+    assert only.exit_code == 0
+    assert "<math" in only.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--phi", "q - 1"], "'q' in the formula is unknown: write numbers, r"),
+        (["--phi", "open('x')"], "'open' in the formula is no function of the grammar"),
+        (["--phi", "log(r - 1)"], "not real and finite"),
+        (["--phi", ""], "it is empty"),
+        (["k3", "--phi", "r"], "give the name of a derivation (k3) or --phi, not both"),
+    ],
+)
+def test_bad_formulas_are_one_sentence(words, sentence):
+    done = run(*words)
+    assert done.exit_code == 2
+    assert sentence in done.stderr
+    assert len(done.stderr.splitlines()) == 1
