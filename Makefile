@@ -12,6 +12,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 $(shell [ -x $(BIN)/python ] && grep -qxF -- "$(CURDIR)" $(BASE) 2>/dev/null || rm -f $(BASE) $(DEV))
 
 .PHONY: help figure1 test check slow bench audit clean
+.PHONY: help figure1 test check slow bench docs clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/make \1 - \2/p' $(firstword $(MAKEFILE_LIST))
@@ -35,6 +36,8 @@ bench: $(BASE) ## time and memory, against plain PyTorch
 
 audit: $(AUDIT)/.ready ## the libraries' own KL functions against what klgrad says of them (installs them, apart)
 	$(AUDIT)/bin/klgrad audit
+docs: $(DEV) ## the documentation site, into out/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean: ## remove .venv, caches and build leftovers; out/ stays
 	rm -rf $(VENV) build dist klgrad.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -51,7 +54,7 @@ $(BASE): pyproject.toml constraints.txt
 
 $(DEV): $(BASE)
 	@echo "installing the development tools into $(VENV) (once)"
-	@$(PIP) -e ".[dev]"
+	@$(PIP) -e ".[dev,docs]"
 	@rm -rf $(VENV)/typing && mkdir -p $(VENV)/typing/klgrad
 	@ln -s $(addprefix ../../../,$(wildcard *.py) $(patsubst %/__init__.py,%,$(wildcard */__init__.py))) $(VENV)/typing/klgrad
 	@touch $@

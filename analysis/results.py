@@ -54,9 +54,10 @@ def compare(
 ) -> pd.DataFrame:
     """Bias and variance of each configuration at each length: exact rows, then Monte Carlo rows.
 
+    Arguments that are not named here are those of ``montecarlo.simulate``.
+
     Args:
         exact_only: leave the Monte Carlo out.
-        Others as in ``montecarlo.simulate``.
 
     Returns:
         A frame with ``COLUMNS``. Exact rows have floor 0, low = high, and trials 0.

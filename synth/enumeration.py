@@ -238,7 +238,8 @@ def torch_batches(
     Args:
         model: next-token log-probs ``[B, T, V]`` in torch, from ``[B, T]`` contexts, or, with
             ``inputs="tokens"``, from the ``[B, T]`` tokens themselves (position t must see tokens before t only).
-        reference, behaviour: the same, for the reference and the sampler.
+        reference: the same for the reference.
+        behaviour: the same for the sampler; ``None`` on-policy.
         chunk: sequences held at once.
     """
     import torch

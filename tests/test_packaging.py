@@ -8,6 +8,7 @@ import sys
 import tomllib
 import zipfile
 from fnmatch import fnmatch
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -128,8 +129,8 @@ def test_the_root_is_no_package_of_its_own():
 
 def test_pins_are_exact_and_cover_what_is_declared():
     pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
-    assert [pin for pin in pins if not re.fullmatch(r"[\w.-]+==[\d.]+", pin)] == []
-    declared = PROJECT["project"]["dependencies"] + PROJECT["project"]["optional-dependencies"]["dev"]
+    assert [pin for pin in pins if not re.fullmatch(r"[\w.-]+==[\d.]+(\.post\d+)?", pin)] == []
+    declared = [*PROJECT["project"]["dependencies"], *chain(*PROJECT["project"]["optional-dependencies"].values())]
     assert requirement_names(declared) <= requirement_names(pins)
 
 

@@ -138,7 +138,7 @@ def text(checked: Checked) -> str:
         out += _wrapped(words, " " * (width + 4), first=f"  {symbol:<{width}}  ")
     for heading, number, results in _grouped(checked):
         if heading:
-            out += ["", inline(heading, plain)]
+            out += ["", heading]
         out += ["", *_formula(number, results[0])]
         out += _wrapped(inline(results[0].step.reason, plain), "      ")
         for label, sides in _rows(checked, results):
@@ -173,7 +173,7 @@ def markdown(checked: Checked) -> str:
     out.append("\n".join(f"- {small(tex)}: {inline(words, small)}" for tex, words in _notation(checked)))
     for heading, number, results in _grouped(checked):
         if heading:
-            out.append(f"## {inline(heading, small)}")
+            out.append(f"## {heading}")
         where = f" Here {small(results[0].step.where)}." if results[0].step.where else ""
         out.append(f"**{number}.** {inline(results[0].step.reason, small)}{where}")
         out.append(f"$$\n{expand(_equation(results[0]))}\n$$")
@@ -211,7 +211,7 @@ def latex(checked: Checked) -> str:
     out += [r"\begin{itemize}", *items, r"\end{itemize}"]
     for heading, number, results in _grouped(checked):
         if heading:
-            out.append(rf"\subsection*{{{said(heading)}}}")
+            out.append(rf"\subsection*{{{heading}}}")
         where = f" Here ${expand(results[0].step.where)}$." if results[0].step.where else ""
         out.append(rf"\noindent\textbf{{{number}.}} {said(results[0].step.reason)}{where}")
         out.append(rf"\[ {expand(_equation(results[0]))} \]")
@@ -257,7 +257,7 @@ def article(checked: Checked) -> str:
     out.append("<ul>" + "\n".join(items) + "</ul>")
     for heading, number, results in _grouped(checked):
         if heading:
-            out.append(f"<h2>{said(heading)}</h2>")
+            out.append(f"<h2>{heading}</h2>")
         where = f" Here {mathml(results[0].step.where, block=False)}." if results[0].step.where else ""
         out.append(f'<div class="step"><p>{number}. {said(results[0].step.reason)}{where}</p>')
         out.append(mathml(_equation(results[0])))

@@ -21,8 +21,8 @@ TOLERANCE = 1e-10
 PARTS = {
     "": "",
     "value": "The value",
-    "loss": r"In the loss: the path-wise term $\E{\nabla K}$",
-    "reward": r"In the reward: the score-function term $\E{K\,\score}$",
+    "loss": "In the loss: the path-wise term",
+    "reward": "In the reward: the score-function term",
     "both": "In both: their sum",
 }
 
