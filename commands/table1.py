@@ -14,7 +14,7 @@ from klgrad.commands.options import Source, lengths_of, lengths_option, pair_of,
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["text", "markdown", "latex"]),
+    type=click.Choice(["text", "markdown", "latex", "html"]),
     default="text",
     show_default=True,
     help="How to print it.",

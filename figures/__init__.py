@@ -2,7 +2,8 @@
 
 from klgrad.figures.figure1 import figure1, figure1_caption
 from klgrad.figures.growth import growth
+from klgrad.figures.page import page, svg, table
 from klgrad.figures.style import save as save_figure
 from klgrad.figures.table1 import table1
 
-__all__ = ["figure1", "figure1_caption", "growth", "save_figure", "table1"]
+__all__ = ["figure1", "figure1_caption", "growth", "page", "save_figure", "svg", "table", "table1"]

@@ -6,14 +6,16 @@ import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
+from html import escape
 
 import numpy as np
 import pandas as pd
 
 from klgrad.figures import style
+from klgrad.figures.page import table
 
 COLUMNS = ("preset", "configuration", "estimator", "placement", "length", "source", "relative_bias")
-FORMATS = ("text", "markdown", "latex")
+FORMATS = ("text", "markdown", "latex", "html")
 _HEAD = ("estimator", "placement", "expected gradient")
 _WIDTH = 100
 _PHRASE = 40  # columns of plain text a phrase may take before it is wrapped
@@ -50,7 +52,8 @@ def table1(frame: pd.DataFrame, words: Mapping[str, str], format: str = "text") 
     Args:
         frame: exact rows are used, others are passed over.
         words: configuration -> what its expected gradient is, such as ``sequence - token-forward``; ``-`` if not given.
-        format: ``text`` (fits 100 columns; many lengths are continued below), ``markdown`` or ``latex`` (booktabs).
+        format: ``text`` (fits 100 columns; many lengths are continued below), ``markdown``, ``latex`` (booktabs) or
+            ``html`` (a fragment).
 
     Raises:
         ValueError: for an unknown format, a frame without exact rows or lacking a column.
@@ -58,7 +61,7 @@ def table1(frame: pd.DataFrame, words: Mapping[str, str], format: str = "text") 
     if format not in FORMATS:
         raise ValueError(f"format {format!r} is none of {', '.join(FORMATS)}")
     rows = style.checked(frame, COLUMNS, exact_only=True)
-    lay_out = {"text": _text, "markdown": _markdown, "latex": _latex}[format]
+    lay_out = {"text": _text, "markdown": _markdown, "latex": _latex, "html": _html}[format]
     ordered = frame[frame["source"] == "exact"]
     order = style.names(ordered, "configuration")
     parts = [(preset, rows[rows["preset"].astype(str) == preset]) for preset in style.names(ordered, "preset")]
@@ -134,6 +137,12 @@ def _markdown(section: _Section) -> str:
 def pipes(cells: list[str]) -> str:
     """One row of a Markdown table."""
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _html(section: _Section) -> str:
+    heads = [*_HEAD, *(f"T = {length}" for length in section.lengths)]
+    rows = [[*text, *values] for (text, _), values in zip(section.rows, section.numbers, strict=True)]
+    return f"<p>{escape(section.title)}</p>\n{table(heads, rows, text=len(_HEAD))}"
 
 
 def _latex(section: _Section) -> str:

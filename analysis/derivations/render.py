@@ -227,37 +227,49 @@ def _latex_words(words: str) -> str:
 
 # -------------------------------------------------------------------------------------------------------- HTML
 
-_STYLE = """
-:root { color-scheme: light dark; --line: #8884; }
-body { font: 1rem/1.55 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+STYLE = """
 math {
   font-size: 1.1em;
   font-family: "STIX Two Math", "Cambria Math", "Latin Modern Math", STIXGeneral, math;
 }
-math[display="block"] { overflow-x: auto; max-width: 100%; margin: .6rem 0; }
-.step { border-top: 1px solid var(--line); padding: .6rem 0; }
-.numbers { overflow-x: auto; } table { border-collapse: collapse; font: .8rem/1.5 ui-monospace, monospace; }
-td, th { padding: 0 .8rem 0 0; text-align: left; white-space: nowrap; font-weight: normal; }
+math[display="block"] { overflow: auto hidden; max-width: 100%; margin: .6rem 0; padding-bottom: .3rem; }
+@media print { math[display="block"], .numbers { overflow: visible; } }
+.step { border-top: 1px solid #8884; padding: .6rem 0; break-inside: avoid; }
+.numbers { overflow-x: auto; }
+.numbers table { border-collapse: collapse; font: .8rem/1.5 ui-monospace, monospace; }
+.numbers td, .numbers th { padding: 0 .8rem 0 0; text-align: left; white-space: nowrap; font-weight: normal; }
 .conclusion { border-left: .25rem solid #2a7; padding-left: .8rem; }
-@media print { body { margin: 0; max-width: none; } .step { break-inside: avoid; } }
+""".strip()
+
+_PAGE = """
+:root { color-scheme: light dark; }
+body { font: 1rem/1.55 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+@media print { :root { color-scheme: light; } body { margin: 0; max-width: none; } }
 """.strip()
 
 
-def article(checked: Checked) -> str:
-    """The derivation as an HTML fragment, formulas in MathML."""
+def article(checked: Checked, *, level: int = 1, notation: bool = True) -> str:
+    """The derivation as an HTML fragment, formulas in MathML; ``STYLE`` is for it.
+
+    Args:
+        level: of the title's heading.
+        notation: list what the symbols mean; once is enough on a page of several.
+    """
 
     def said(words: str) -> str:
         return inline(words, lambda tex: mathml(tex, block=False), entities.escape)
 
     shown = checked.derivation
-    out = [f"<h1>{said(shown.title)}</h1>", f"<p>Source: {said(shown.source)}.</p>"]
+    out = [f"<h{level}>{said(shown.title)}</h{level}>", f"<p>Source: {said(shown.source)}.</p>"]
     out.append(f"<p>{said(_setting(checked))}</p>")
-    items = [f"<li>{mathml(tex, block=False)}: {said(words)}</li>" for tex, words in _notation(checked)]
-    out.append("<ul>" + "\n".join(items) + "</ul>")
+    listed = _notation(checked) if notation else checked.derivation.notation
+    if listed:
+        items = [f"<li>{mathml(tex, block=False)}: {said(words)}</li>" for tex, words in listed]
+        out.append("<ul>" + "\n".join(items) + "</ul>")
     for heading, number, results in _grouped(checked):
         if heading:
-            out.append(f"<h2>{heading}</h2>")
+            out.append(f"<h{level + 1}>{heading}</h{level + 1}>")
         where = f" Here {mathml(results[0].step.where, block=False)}." if results[0].step.where else ""
         out.append(f'<div class="step"><p>{number}. {said(results[0].step.reason)}{where}</p>')
         out.append(mathml(_equation(results[0])))
@@ -277,5 +289,5 @@ def page(checked: Checked) -> str:
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>\n{_STYLE}\n</style>\n</head>\n<body>\n{article(checked)}\n</body>\n</html>\n"
+        f"<title>{title}</title>\n<style>\n{_PAGE}\n{STYLE}\n</style>\n</head>\n<body>\n{article(checked)}\n</body>\n</html>\n"
     )

@@ -1,4 +1,4 @@
-"""Table 1 in three formats: same cells, aligned, escaped, never wider than a terminal."""
+"""Table 1 in its formats: same cells, aligned, escaped, never wider than a terminal."""
 
 import numpy as np
 import pandas as pd
@@ -93,5 +93,13 @@ def test_only_exact_rows_count():
 
 
 def test_an_unknown_format_is_refused():
-    with pytest.raises(ValueError, match="'html' is none of text, markdown, latex"):
-        table1(frame(), WORDS, "html")
+    with pytest.raises(ValueError, match="'rtf' is none of text, markdown, latex, html"):
+        table1(frame(), WORDS, "rtf")
+
+
+def test_html_has_a_row_for_each_configuration_and_is_escaped():
+    text = table1(frame(preset="<b>"), {**WORDS, "k1-in-loss": "<i>"}, "html")
+    assert text.count("<tr>") == 1 + len(WORDS)
+    assert "&lt;b&gt;: relative bias" in text
+    assert "<td>&lt;i&gt;</td>" in text
+    assert '<td class="number">1.23e+03</td>' in text
