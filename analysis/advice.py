@@ -1,20 +1,21 @@
-"""Which configurations to use on a pair: those that descend a wanted field, quietest first, and those to avoid.
+"""What to use on a pair, for each gradient one may want, quietest first; and what to avoid.
 
-What each descends is a verdict on random models and holds for every pair; the order by variance is the pair's own.
+The sequence level is searched for (``ranking``); what descends the token level is a list whose verdicts, on random
+models, hold for every pair.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
-
+from klgrad.analysis import ranking
+from klgrad.analysis.results import compare
 from klgrad.analysis.verdicts import verdict
 from klgrad.synth.configurations import Configuration, parse
-from klgrad.synth.exact import true_gradient
-from klgrad.synth.moments import moments
 from klgrad.synth.policies import PolicyPair
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 GOALS = {
     "sequence": "the gradient of the sequence-level KL",
@@ -23,86 +24,50 @@ GOALS = {
     "avoid": "to be avoided",
 }
 ON_POLICY = {
-    "sequence": (
-        "k1-in-reward",
-        "k1-in-reward+rtg",
-        "k1-in-reward+loo",
-        "k3-in-both",
-        "k3-in-both+rtg",
-        "full-in-both",
-    ),
     "token": ("k2-in-loss", "full-in-loss"),
     "token-forward": ("k3-in-loss",),
     "avoid": ("k1-in-loss", "k3-in-reward", "full-in-reward"),
 }
 OFF_POLICY = {
-    "sequence": (
-        "k1-in-reward+sequence-ratio",
-        "k1-in-reward+rtg+prefix-ratio",
-        "k3-in-loss+live-prefix-ratio",
-        "full-in-loss+live-prefix-ratio",
-    ),
     "token": ("k2-in-loss+prefix-ratio", "full-in-loss+prefix-ratio"),
     "token-forward": ("k3-in-loss+prefix-ratio",),
     "avoid": ("k1-in-loss", "k3-in-reward", "k1-in-reward", "k3-in-loss", "k3-in-loss+live-token-ratio"),
 }
+ERROR = 0.1  # the relative error of the gradient that sequences are counted for
+SHOWN = 6  # unbiased configurations
 
 
-@dataclass(frozen=True)
-class Advice:
-    """One configuration on a pair.
-
-    Args:
-        goal: a key of ``GOALS``.
-        configuration: its name.
-        descends: what its expected gradient is, in words.
-        relative_bias: |E g - grad KL| / |grad KL| on the pair.
-        variance: N times the trace of the covariance of its estimate.
-        sequences: how many bring the noise down to a tenth of the true gradient; infinite where that is zero.
-    """
-
-    goal: str
-    configuration: str
-    descends: str
-    relative_bias: float
-    variance: float
-    sequences: float
-
-
-def advise(pair: PolicyPair, length: int, *, samples: int = 1000) -> list[Advice]:
-    """The candidates for each goal, quietest first, with their exact bias and variance on the pair.
+def advise(pair: PolicyPair, length: int, *, samples: int = 1000) -> pd.DataFrame:
+    """A row for each configuration advised, by goal and exact variance.
 
     Args:
         samples: N, on which leave-one-out depends.
 
+    Returns:
+        Columns of ``results.compare`` and ``ranking.extend``, with ``goal`` (a key of ``GOALS``) and ``descends``, what
+        the expected gradient is, in words.
+
     Raises:
         ValueError: for a length out of range.
     """
-    candidates = ON_POLICY if pair.on_policy else OFF_POLICY
-    out: list[Advice] = []
-    for goal, names in candidates.items():
-        each = _measured(pair, goal, [parse(name) for name in names], length, samples)
-        out += each if goal == "avoid" else sorted(each, key=lambda advice: advice.variance)
-    return out
+    import pandas as pd
+
+    listed = ON_POLICY if pair.on_policy else OFF_POLICY
+    wanted = {"sequence": _practical(pair, length)}
+    wanted |= {goal: [parse(name) for name in names] for goal, names in listed.items()}
+    parts = []
+    for goal, configurations in wanted.items():
+        frame = compare(pair, configurations, [length], exact_only=True, samples=samples)
+        frame = ranking.extend(pair, frame, error=ERROR, rank="variance")
+        words = [verdict(parse(name), off_policy=not pair.on_policy).phrase for name in frame["configuration"]]
+        frame = frame.assign(goal=goal, descends=words)
+        if goal == "sequence":  # others are unbiased by what this pair is: clamps that never bite, a single token
+            frame = frame[frame["descends"] == goal][:SHOWN]
+        parts.append(frame)
+    return pd.concat(parts, ignore_index=True)
 
 
-def _measured(
-    pair: PolicyPair, goal: str, configurations: Sequence[Configuration], length: int, samples: int
-) -> list[Advice]:
-    true = true_gradient(pair, [length])[0]
-    size = float(np.linalg.norm(true))
-    out = []
-    for m in moments(pair, configurations, [length], samples=samples):
-        assert m.covariance is not None
-        bias, variance = float(np.linalg.norm(m.mean[0] - true)), float(m.covariance[0])
-        out.append(
-            Advice(
-                goal,
-                str(m.configuration),
-                verdict(m.configuration, off_policy=not pair.on_policy).phrase,
-                bias / size if size else np.nan,
-                variance,
-                float(np.ceil(variance / (0.1 * size) ** 2)) if size else np.inf,
-            )
-        )
-    return out
+def _practical(pair: PolicyPair, length: int) -> list[Configuration]:
+    """Unbiased configurations of which a training run knows every constant."""
+    candidates = [c for c in ranking.grid(pair) if "exact constant" not in ranking.cost(c)]
+    return ranking.unbiased(pair, candidates, [length])

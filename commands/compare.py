@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from klgrad.commands.display import dump, number, table
+from klgrad.commands.display import count, dump, number, table
 from klgrad.commands.options import (
     Drawing,
     Source,
@@ -141,12 +141,6 @@ def _interval(row: dict[str, Any], of: str) -> str:
     return f"[{number(row[f'{of}_low'], 3)}, {number(row[f'{of}_high'], 3)}]"
 
 
-def _count(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.0f}" if value < 1e12 else number(value, 3)
-
-
 def _cells(row: dict[str, Any]) -> list[tuple[str, str]]:
     """(header, text) of one row; exact rows have neither interval nor floor."""
     sampled, bias = row["source"] != "exact", _bias(row)
@@ -166,7 +160,7 @@ def _cells(row: dict[str, Any]) -> list[tuple[str, str]]:
     if "rank" in row:
         cells.insert(2, ("rank", str(row["rank"])))
     if "sequences_for_error" in row:
-        cells.append(("sequences", _count(row["sequences_for_error"])))
+        cells.append(("sequences", count(row["sequences_for_error"])))
     return [*cells, ("cost", row["cost"])] if "cost" in row else cells
 
 

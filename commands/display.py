@@ -42,6 +42,12 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:.{digits}g}"
 
 
+def count(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value < 1e12 else number(value, 3)
+
+
 def dump(value: Any) -> None:
     click.echo(json.dumps(value, indent=1, allow_nan=False))
 

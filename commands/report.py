@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from klgrad.commands.display import notes, number
+from klgrad.commands.display import count, notes, number
 from klgrad.commands.growth import GROWTH_LENGTHS
 from klgrad.commands.options import (
     Drawing,
@@ -106,31 +106,32 @@ def _summary(pair: PolicyPair, lengths: list[int]) -> str:
 
 
 def _advice(pair: PolicyPair, length: int, samples: int) -> str:
-    from klgrad.analysis.advice import GOALS, advise
+    from klgrad.analysis.advice import ERROR, GOALS, SHOWN, advise
+    from klgrad.analysis.results import is_zero, records
     from klgrad.figures import table
 
-    found = advise(pair, length, samples=samples)
+    found = records(advise(pair, length, samples=samples))
     out = [
-        f"<p>At T = {length}, quietest first. <em>Sequences</em>: how many bring the noise down to a tenth of the true "
-        "gradient; no number of them removes a bias.</p>"
+        f"<p>At T = {length}, quietest first. <em>Sequences</em>: how many bring the noise down to {ERROR:.0%} of the "
+        f"true gradient; no number of them removes a bias. Of the unbiased ones the first {SHOWN} of every estimator, "
+        "placement, credit and baseline there is, but for baselines that only an exact engine knows.</p>"
     ]
-    head = ["configuration", "descends", "relative bias", "variance", "sequences"]
+    head = ["configuration", "descends", "needs", "relative bias", "variance", "sequences"]
     for goal, words in GOALS.items():
         rows = [
-            [a.configuration, a.descends, _bias(a.relative_bias), number(a.variance), _count(a.sequences)]
-            for a in found
-            if a.goal == goal
+            [
+                row["configuration"],
+                row["descends"],
+                row["cost"],
+                "0" if is_zero(row["bias"], row["gradient_norm"]) else number(row["relative_bias"], 3),
+                number(row["variance"]),
+                count(row["sequences_for_error"]),
+            ]
+            for row in found
+            if row["goal"] == goal
         ]
-        out.append(f"<h3>{words[0].upper()}{words[1:]}</h3>\n{table(head, rows, text=2)}")
+        out.append(f"<h3>{words[0].upper()}{words[1:]}</h3>\n{table(head, rows, text=3)}")
     return "\n".join(out)
-
-
-def _bias(relative: float) -> str:
-    return "0" if relative < 1e-9 else number(relative, 3)
-
-
-def _count(sequences: float) -> str:
-    return f"{sequences:,.0f}" if sequences < 1e9 else number(sequences, 2)
 
 
 def _figure1(frame: pd.DataFrame) -> str:
@@ -169,7 +170,7 @@ def _derivations(pair: PolicyPair, quiet: bool) -> str:
     from klgrad.analysis.derivations import check, derivation
     from klgrad.analysis.derivations.render import article
 
-    out = []
+    out: list[str] = []
     horizon = pair.automaton.horizon or _DERIVED
     for name in SHOWN if pair.on_policy else SHOWN_OFF_POLICY:
         try:

@@ -1,11 +1,11 @@
-"""What is advised descends what it says, on every pair, and stands in the order of its noise."""
+"""What is advised descends what it says, and stands in the order of its noise."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from strategies import assert_close, worlds
 
-from klgrad.analysis.advice import GOALS, OFF_POLICY, ON_POLICY, advise
+from klgrad.analysis.advice import GOALS, OFF_POLICY, ON_POLICY, SHOWN, advise
 from klgrad.analysis.verdicts import verdict
 from klgrad.synth import exact
 from klgrad.synth.configurations import parse
@@ -26,29 +26,27 @@ def test_candidates_descend_their_goal_and_the_others_none(goal, name, off):
 
 
 @given(worlds(longest=3, cap=60))
-@settings(max_examples=10)
+@settings(max_examples=6)
 def test_bias_and_variance_are_those_of_enumeration(world):
     true = exact.true_gradient(world.pair, [world.length])[0]
-    for advice in advise(world.pair, world.length):
-        if "loo" in advice.configuration:
-            continue
-        table = enumerate_configuration(parse(advice.configuration), world.pair, world.length)
-        assert_close(advice.variance, np.trace(table.covariance), 1e-9)
-        assert_close(advice.relative_bias * np.linalg.norm(true), np.linalg.norm(table.mean - true), 1e-9)
+    found = advise(world.pair, world.length)
+    for row in found[~found["configuration"].str.contains("loo")].itertuples():
+        table = enumerate_configuration(parse(row.configuration), world.pair, world.length)
+        assert_close(row.variance, np.trace(table.covariance), 1e-9)
+        assert_close(row.bias, np.linalg.norm(table.mean - true), 1e-9)
 
 
-def test_quietest_first_and_sequences_from_the_definition():
-    found = advise(preset("far"), 10)
-    for goal in ("sequence", "token"):
-        variances = [a.variance for a in found if a.goal == goal]
-        assert variances == sorted(variances)
-    size = np.linalg.norm(exact.true_gradient(preset("far"), [10]))
-    for advice in found:
-        assert np.sqrt(advice.variance / advice.sequences) <= 0.1 * size
-        assert advice.sequences == 1 or np.sqrt(advice.variance / (advice.sequences - 1)) > 0.1 * size
+@pytest.mark.parametrize("name", ["far", "stale"])
+def test_the_sequence_level_is_unbiased_and_quietest_first(name):
+    found = advise(preset(name), 10)
+    best = found[found["goal"] == "sequence"]
+    assert len(best) == SHOWN
+    assert set(best["descends"]) == {"sequence"}
+    assert best["relative_bias"].max() < 1e-9
+    assert not best["cost"].str.contains("constant").any()
+    for _, part in found.groupby("goal"):
+        assert part["variance"].is_monotonic_increasing
 
 
 def test_off_policy_pairs_get_other_advice():
-    assert {a.configuration for a in advise(preset("stale"), 4)} == {
-        str(parse(n)) for t in OFF_POLICY.values() for n in t
-    }
+    assert set(advise(preset("stale"), 4)["configuration"]) >= {str(parse(n)) for t in OFF_POLICY.values() for n in t}
