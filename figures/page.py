@@ -41,6 +41,8 @@ def svg(figure: Figure, name: str) -> str:
     """The figure as an inline SVG, letters as outlines, under ids of its own; the same figure gives the same text."""
     buffer = io.StringIO()
     with style.context(), matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": name}):
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # laid out once: saving would do it again, slowly
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]

@@ -26,7 +26,7 @@ def test_candidates_descend_their_goal_and_the_others_none(goal, name, off):
 
 
 @given(worlds(longest=3, cap=60))
-@settings(max_examples=6)
+@settings(max_examples=4)
 def test_bias_and_variance_are_those_of_enumeration(world):
     true = exact.true_gradient(world.pair, [world.length])[0]
     found = advise(world.pair, world.length)

@@ -67,6 +67,7 @@ def test_the_manifest_makes_it_again(page):
     assert manifest["pairs"].keys() == {"near"}
 
 
+@pytest.mark.slow
 def test_the_same_request_gives_the_same_page(page, tmp_path):
     run(tmp_path, "--preset", "near", "--lengths", "2,5,8", "--trials", "10", "--samples", "20")
     assert (tmp_path / "report.html").read_bytes() == page.read_bytes()
@@ -75,9 +76,12 @@ def test_the_same_request_gives_the_same_page(page, tmp_path):
 @pytest.mark.parametrize(
     ("words", "heading", "absent"),
     [
-        (["--preset", "stale"], "Samples of an older policy", "k1 = -log r"),
-        (["--preset", "counts"], "Why", ">Growth<"),  # contexts that end at a horizon have no curves beyond it
-        (["--preset", "handbook", "--lengths", "1"], "What to use", "no derivation"),
+        pytest.param(["--preset", "stale"], "Samples of an older policy", "k1 = -log r", marks=pytest.mark.slow),
+        # contexts that end at a horizon have no curves beyond it
+        pytest.param(["--preset", "counts"], "Why", ">Growth<", marks=pytest.mark.slow),
+        pytest.param(
+            ["--preset", "handbook", "--lengths", "1"], "What to use", "no derivation", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_other_pairs(words, heading, absent, tmp_path):
@@ -88,6 +92,7 @@ def test_other_pairs(words, heading, absent, tmp_path):
     assert absent not in text
 
 
+@pytest.mark.slow
 def test_a_pair_without_derivations_says_so(tmp_path):
     import numpy as np
 

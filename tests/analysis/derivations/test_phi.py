@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import sympy
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import assert_close, worlds
 
@@ -202,6 +202,7 @@ def test_terms_of_known_divergences_match_their_curvature():
     "formula", [FORMULAS["k3"], FORMULAS["chi-squared"], "abs(delta)", "sqrt(r)", "2", "delta^3*r"]
 )
 @given(worlds(off=False, longest=4, cap=100))
+@settings(max_examples=8)
 def test_every_step_holds_on_random_models(formula, world):
     checked = check(shared(formula), world.pair, [world.length])
     assert checked.largest_residual <= 1e-10
