@@ -160,16 +160,14 @@ class Phi:
         import sympy
 
         r, s = symbol(), sympy.Symbol("s", positive=True)
-
-        def search() -> Any:
-            integrand = sympy.expand(self.derivative.subs(r, s) / s)
-            primitive = sympy.integrate(integrand, s, manual=True)
-            if primitive.has(sympy.Integral):
-                return None
-            return sympy.expand(r * (primitive.subs(s, r) - primitive.subs(s, 1)))
-
-        found = within(SECONDS, search)
-        if found is None or not _is_elementary(found):
+        integrand = sympy.expand(self.derivative.subs(r, s) / s)
+        primitive = _primitive(integrand, s)
+        if primitive is None:  # outside the family that is integrated at once: sympy may look for a while
+            primitive = within(SECONDS, lambda: sympy.integrate(integrand, s, manual=True))
+        if primitive is None or primitive.has(sympy.Integral):
+            return None
+        found = sympy.expand(r * (primitive.subs(s, r) - primitive.subs(s, 1)))
+        if not _is_elementary(found):
             return None
         at_one = self.formula.subs(r, 1)  # psi(1) = 0 and psi'(1) = -phi(1) fix c_1 and c_2
         return found, sympy.expand(self.formula - found - at_one * r)
@@ -209,6 +207,30 @@ def _sign_change(function: Callable[[np.ndarray], np.ndarray]) -> float | None:
 def _nearest_fraction(weight: float) -> float:
     near = float(Fraction(float(weight)).limit_denominator(1000))
     return near if abs(near - weight) < 1e-8 else float(weight)
+
+
+def _primitive(integrand: Any, s: Any) -> Any:
+    """The integral of a sum of terms c s^a log(s)^n; ``None`` where another term stands in it."""
+    import sympy
+
+    log = sympy.log(s)
+    total = sympy.S.Zero
+    for term in sympy.Add.make_args(integrand):
+        coefficient, rest = term.as_independent(s)
+        powers = dict(rest.as_powers_dict()) if rest != 1 else {}
+        a, n = powers.pop(s, sympy.S.Zero), powers.pop(log, sympy.S.Zero)
+        if powers or not (a.is_Rational and n.is_Integer and n >= 0):
+            return None
+        total += coefficient * _power_times_log(s, log, a, int(n))
+    return total
+
+
+def _power_times_log(s: Any, log: Any, a: Any, n: int) -> Any:
+    """The integral of s^a log(s)^n, by parts."""
+    if a == -1:
+        return log ** (n + 1) / (n + 1)
+    by_parts = n * _power_times_log(s, log, a, n - 1) if n else 0
+    return (s ** (a + 1) * log**n - by_parts) / (a + 1)
 
 
 def _is_elementary(expression: Any) -> bool:

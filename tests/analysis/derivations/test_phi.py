@@ -172,6 +172,29 @@ def test_closed_forms_of_theory_2_2(name, h):
     assert sympy.simplify(sum(found) - parse(FORMULAS[name])) == 0  # h + psi = phi, since phi(1) = 0
 
 
+@pytest.mark.parametrize("a", [-3, -1, sympy.Rational(-1, 2), 0, 2])
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_powers_times_logarithms_are_integrated_at_once(a, n):
+    term = 3 * r**a * sympy.log(r) ** n
+    found = module._primitive(sympy.expand(term + 1), r)
+    assert sympy.simplify(sympy.diff(found, r) - term - 1) == 0
+    assert module._primitive(term + sympy.exp(r), r) is None
+    assert module._primitive(sympy.log(1 + r), r) is None
+
+
+def test_usual_formulas_need_no_search(monkeypatch):
+    monkeypatch.setattr(module, "within", None)  # so it does not depend on how busy the machine is
+    for name in ("k1", "k2", "k3", "alpha(0.3)", "jeffreys", "forward-kl", "chi-squared"):
+        assert Phi(FORMULAS[name]).closed is not None
+
+
+def test_other_integrals_are_looked_for(monkeypatch):
+    monkeypatch.setattr(module, "SECONDS", 60.0)
+    h, _ = Phi("log(1 + r)").closed
+    points = np.array([0.2, 1.0, 3.0])
+    np.testing.assert_allclose(sympy.lambdify(r, h)(points), Phi("log(1 + r)").h(points), atol=1e-12)
+
+
 def test_what_does_not_close_is_taken_numerically(monkeypatch):
     monkeypatch.setattr(module, "SECONDS", 0.5)
     told = " ".join(text(check(phi_derivation(FORMULAS["jensen-shannon"]), preset("near"), [2])).split())
