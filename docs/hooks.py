@@ -7,10 +7,12 @@ and draw.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import json
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,6 +72,7 @@ def _typeset(match: re.Match[str]) -> str:
 def package_folder() -> Path:
     """A folder with a link ``klgrad`` for each part of the package: the root of the repository is the package."""
     folder = Path(tempfile.mkdtemp(prefix="klgrad-docs-"))
+    atexit.register(shutil.rmtree, folder)
     (folder / "klgrad").mkdir()
     for path in [*ROOT.glob("*.py"), *(p.parent for p in ROOT.glob("*/__init__.py"))]:
         (folder / "klgrad" / path.name).symlink_to(path)
