@@ -11,8 +11,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 # An environment that was moved, or has lost its Python, is made anew.
 $(shell [ -x $(BIN)/python ] && grep -qxF -- "$(CURDIR)" $(BASE) 2>/dev/null || rm -f $(BASE) $(DEV))
 
-.PHONY: help figure1 test check slow bench audit clean
-.PHONY: help figure1 test check slow bench docs clean
+.PHONY: help figure1 test check slow bench audit docs clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/make \1 - \2/p' $(firstword $(MAKEFILE_LIST))
@@ -36,6 +35,7 @@ bench: $(BASE) ## time and memory, against plain PyTorch
 
 audit: $(AUDIT)/.ready ## the libraries' own KL functions against what klgrad says of them (installs them, apart)
 	$(AUDIT)/bin/klgrad audit
+
 docs: $(DEV) ## the documentation site, into out/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 

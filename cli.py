@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 COMMANDS = (
-    "figure1", "growth", "compare", "exact", "table1", "derive", "report", "check", "libraries", "lint", "audit", "estimators", "presets",
+    "figure1", "growth", "compare", "exact", "table1", "derive", "report", "check", "libraries", "lint", "audit",
+    "estimators", "presets",
 )  # fmt: skip
 
 

@@ -38,6 +38,10 @@ def on_config(config: Any) -> Any:
     for section in config["nav"]:
         if "Theory" in section:
             section["Theory"] += [{name: f"theory/{name}.md"} for name in DERIVATIONS]
+        if "Libraries" in section:
+            section["Libraries"] += [
+                f"libraries/{path.name}" for path in sorted((DOCS / "libraries").glob("[a-z]*.md"))
+            ]
         if "Notebooks" in section:
             section["Notebooks"] += [{title(path): f"notebooks/{path.stem}.md"} for path in notebooks()]
     config["plugins"]["mkdocstrings"].config["handlers"]["python"]["paths"] = [str(package_folder())]
