@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "files": {"files"},
     "synth": {"files", "synth"},
     "analysis": {"files", "analysis", "synth"},
-    "harness": {"files", "harness", "synth"},
+    "harness": {"files", "harness", "analysis", "synth"},
     "figures": {"files", "figures"},
     "commands": {"files", "commands", "figures", "harness", "analysis", "synth"},
     "cli": {"cli", "commands"},

@@ -1,0 +1,251 @@
+"""Causal language models behind one small face: features, head, vocabulary; and ``tiny``, which needs no download.
+
+A model gives *features* for each position and a *head* that turns features into next-token logits, so that logits
+over the vocabulary exist only for a chunk at a time. transformers is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from klgrad.synth.estimators import unknown
+
+CHARACTERS = "0123456789+-*()=,>cs"
+PAD, END = "_", "$"
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class LanguageModel(Protocol):
+    """What the harness asks of a model; an ``nn.Module`` with these is enough."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens V."""
+
+    @property
+    def context_window(self) -> int | None:
+        """The most tokens it can read; ``None`` for any number."""
+
+    def features(self, tokens: Tensor, mask: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+        """``[B, L, H]`` features of new tokens ``[B, L]``, and the cache for the next call.
+
+        ``mask [B, past + L]`` is True for real tokens, those in the cache included; padding comes first.
+        """
+
+    def head(self, features: Tensor) -> Tensor:
+        """``[..., H] -> [..., V]`` next-token logits."""
+
+
+class CausalLM(nn.Module):
+    """A transformers causal LM as features and head.
+
+    Models whose logits are not plainly their output embedding (soft-capped or scaled ones) are recognised on their
+    first logits, and then the logits themselves are the features.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.split = self._is_plain()
+
+    def _is_plain(self) -> bool:
+        token = torch.zeros((1, 1), dtype=torch.long, device=self.model.device)
+        with torch.no_grad():
+            hidden = self.model.base_model(token).last_hidden_state
+            out = self.model.get_output_embeddings()
+            return out is not None and torch.allclose(out(hidden), self.model(token).logits, rtol=1e-3, atol=1e-3)
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens V."""
+        return int(self.model.config.vocab_size)
+
+    @property
+    def context_window(self) -> int | None:
+        """The most tokens it can read."""
+        window = getattr(self.model.config, "max_position_embeddings", None)
+        return None if window is None else int(window)
+
+    def features(self, tokens: Tensor, mask: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+        """See ``LanguageModel``."""
+        positions = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        keep = cache is not None or not torch.is_grad_enabled()
+        given = {
+            "input_ids": tokens, "attention_mask": mask.long(), "position_ids": positions,
+            "past_key_values": cache, "use_cache": keep,
+        }  # fmt: skip
+        if self.split:
+            out = self.model.base_model(**given)
+            return out.last_hidden_state, out.past_key_values if keep else None
+        out = self.model(**given)
+        return out.logits, out.past_key_values if keep else None
+
+    def head(self, features: Tensor) -> Tensor:
+        """See ``LanguageModel``."""
+        logits: Tensor = self.model.get_output_embeddings()(features) if self.split else features
+        return logits
+
+
+class Tokenizer(Protocol):
+    """What the harness asks of a tokenizer; transformers' are such."""
+
+    pad_token_id: int
+    eos_token_id: int
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str:
+        """Text of tokens."""
+
+
+# ------------------------------------------------------------------------------------------------------ loading
+
+
+def transformers() -> Any:
+    """The package, or a sentence that says how to get it."""
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError("language models need transformers: install it with  pip install 'klgrad[llm]'") from None
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def load(path: str, *, dtype: str = "float32", device: str = "cpu") -> tuple[CausalLM, Any]:
+    """A causal LM and its tokenizer, by folder or hub name.
+
+    Raises:
+        ValueError: when there is none, or the tokenizer lacks an end or padding token.
+    """
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, list(DTYPES))
+    if not str(path):
+        raise ValueError("no model is named: give a folder or a hub name, or make one with  klgrad llm pretrain")
+    package = transformers()
+    try:
+        model = package.AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
+        tokenizer = package.AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # the loader raises whatever the hub, the disk or a config gives
+        kind = "folder holds no complete model" if Path(path).is_dir() else "is neither a folder nor a hub name at hand"
+        first = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        raise ValueError(f"model {path!r}: {kind} ({first[0]})") from None
+    return CausalLM(model.to(device)).eval(), checked_tokenizer(tokenizer, path)
+
+
+def checked_tokenizer(tokenizer: Any, path: str) -> Any:
+    """The tokenizer with an end and a padding token; padding is never read, so the end token may serve.
+
+    Raises:
+        ValueError: without an end token, since a response could then never end.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer of {path!r} has no end token (eos_token): responses could never end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def save(model: CausalLM, tokenizer: Any, folder: Path) -> None:
+    """Write a model and its tokenizer as transformers reads them: whole, or not at all."""
+    from klgrad.harness.checkpoints import whole_folder
+
+    with whole_folder(folder) as fresh:
+        model.model.save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
+
+
+def check_same_vocabulary(policy: LanguageModel, reference: LanguageModel) -> None:
+    """A KL needs the same tokens in both.
+
+    Raises:
+        ValueError: when the sizes differ.
+    """
+    if policy.vocabulary != reference.vocabulary:
+        raise ValueError(
+            f"the reference has a vocabulary of {reference.vocabulary} and the policy of {policy.vocabulary}: "
+            "a KL needs the same tokens in both"
+        )
+
+
+def perturbed(model: CausalLM, size: float, seed: int) -> CausalLM:
+    """A copy with Gaussian noise on every weight, of ``size`` times the weight's own standard deviation."""
+    import copy
+
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            spread = float(parameter.float().std()) if parameter.numel() > 1 else 0.0
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+            parameter.add_(size * spread * noise)
+    return other
+
+
+def select_parameters(model: nn.Module, choice: str) -> list[tuple[str, nn.Parameter]]:
+    """Named parameters by choice: ``all``, ``last-block``, ``lora``, or a regular expression of names.
+
+    Raises:
+        ValueError: when nothing is chosen, with some names that there are.
+    """
+    import re
+
+    named = [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
+    blocks = [int(m[1]) for name, _ in named if (m := re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", f".{name}"))]
+    patterns = {"all": "", "lora": "lora_", "last-block": rf"\.(?:layers|h|blocks)\.{max(blocks, default=0)}\."}
+    try:
+        pattern = re.compile(patterns.get(choice, choice))
+    except re.error as error:
+        raise ValueError(f"parameters {choice!r}: not all, last-block, lora or a regular expression ({error})") from None
+    chosen = [(name, p) for name, p in named if pattern.search(f".{name}")]
+    if not chosen:
+        some = ", ".join(name for name, _ in named[:4])
+        raise ValueError(f"parameters {choice!r} choose nothing: the model has {some}, ...")
+    return chosen
+
+
+# --------------------------------------------------------------------------------------------------------- tiny
+
+
+def character_tokenizer() -> Any:
+    """One token per character of the small tasks, with an end and a padding token."""
+    package = transformers()
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {token: i for i, token in enumerate([PAD, END, *CHARACTERS])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    inner.decoder = decoders.Fuse()
+    return package.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token=PAD, eos_token=END, unk_token=PAD, clean_up_tokenization_spaces=False
+    )
+
+
+def tiny(seed: int = 0, *, hidden: int = 96, layers: int = 4, window: int = 64) -> tuple[CausalLM, Any]:
+    """A Qwen2 from its configuration, about 450,000 parameters at the defaults, untrained, with its tokenizer."""
+    package = transformers()
+    tokenizer = character_tokenizer()
+    config = package.Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=hidden * 8 // 3, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=window, tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = package.Qwen2ForCausalLM(config)
+    return CausalLM(model.eval()), tokenizer
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Number of parameters, shared ones once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def config_of(path: str) -> dict[str, Any]:
+    """The ``config.json`` of a local model folder, or nothing."""
+    file = Path(path) / "config.json"
+    return dict(json.loads(file.read_text())) if file.is_file() else {}

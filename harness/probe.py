@@ -1,0 +1,447 @@
+"""Figure 1 on a language model: each configuration's gradient bias and variance, on common samples.
+
+**Truth.** The gradient of the sequence-level reverse KL is taken as exact per-position KL in the loss, plus the score
+function of each token times the *later* per-position KL, with the mean of the other samples of the prompt as baseline:
+no sampled log-ratio is left in it.
+
+**Bias** is estimated in Rao-Blackwellised form: each configuration with its own token summed out over the vocabulary,
+
+    E[c_t p_t | prefix] = sum_v pi(v) phi(delta_v) p_v,    E[slope_t p_t | prefix] = sum_v pi(v) slope(delta_v) p_v,
+
+later values c_u by their mean given the prefix, and earlier ones dropped, whose terms have mean zero. The expectation
+is the same (a test enumerates it). The tails are not: sampled k3 is so heavy-tailed that a finite sample hides its
+bias. In this form k1-in-reward *is* the truth above, so its bias is 0 by identity and not by measurement.
+
+**Variance** is that of the sampled form, as it would be trained. The squared bias is a U-statistic over trials.
+
+Shapes: K trials, each of N = samples x prompts sequences, k the coordinates of a gradient (or of its sketch).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from klgrad.harness.models import LanguageModel, check_same_vocabulary, select_parameters
+from klgrad.harness.objective import (
+    MONITORS,
+    Summary,
+    estimator_summaries,
+    kl_loss,
+    token_terms,
+    weighted_score,
+)
+from klgrad.harness.rollouts import Rollouts, pad_prompts, sample
+from klgrad.synth.configurations import Configuration
+from klgrad.synth.estimators import Estimator, estimator
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Progress = Callable[[int, int], None]
+TRUTH = {"own-value:k1": 1.0, "future:full": 1.0}
+_FULL = estimator("full")
+EXACT_COORDINATES = 1 << 16
+
+
+# ---------------------------------------------------------------------------------------- Rao-Blackwellised fields
+
+
+def _expected(function: Callable[[Tensor], Tensor], full: Tensor, base: Tensor) -> Tensor:
+    """``[m, V]`` pi(v) f(delta_v), 0 for a token never emitted."""
+    possible = full > -math.inf
+    delta = torch.where(possible, full - base, 0.0)
+    return torch.where(possible, full.exp() * function(delta), 0.0)
+
+
+def _summary(kind: str, est: Estimator) -> Summary:
+    """The summary behind a field, by the kind in its name."""
+    if kind == "mean":
+        value = est.value
+        if est.full:
+            return lambda full, base: value(full.detach(), base)
+        return lambda full, base: _expected(value, full.detach(), base).sum(-1)
+    if est.full:  # the whole distribution is in its slope already
+        return weighted_score(est.slope)
+    return weighted_score(partial(_expected, est.value if kind == "own-value" else est.slope))
+
+
+def _mean_of(est: Estimator) -> Estimator:
+    """Whose conditional mean a value has: every unbiased estimator shares that of ``full``."""
+    return _FULL if est.unbiased else est
+
+
+def fields(configuration: Configuration) -> dict[str, float]:
+    """The Rao-Blackwellised expectation of a configuration on-policy, as weights on fields ``KIND:ESTIMATOR``.
+
+    Raises:
+        ValueError: for a length mean, whose divisor depends on tokens still to come.
+    """
+    if configuration.aggregation == "length-mean":
+        raise ValueError(
+            f"{configuration}: the length is not known when a token is summed out, so the probe has no such form: "
+            "use sum or divide=K"
+        )
+    est, scale, found = configuration.estimator, 1 / configuration.divisor, dict[str, float]()
+    if configuration.in_reward and configuration.credit != "future" and not est.full:
+        found[f"own-value:{est}"] = scale
+    if configuration.in_reward and configuration.credit != "token":
+        found[f"future:{_mean_of(est)}"] = scale
+    if configuration.in_loss:
+        name = "own-value:k1" if est.full else f"own-slope:{est}"  # pi(v) delta(v) is the slope of the full KL
+        found[name] = found.get(name, 0.0) + scale
+    return found
+
+
+def _wanted(configurations: Sequence[Configuration]) -> list[str]:
+    names = dict.fromkeys(TRUTH)
+    for configuration in configurations:
+        names.update(dict.fromkeys(fields(configuration)))
+    return list(names)
+
+
+def _summaries(names: Sequence[str], configurations: Sequence[Configuration]) -> dict[str, Summary]:
+    found: dict[str, Summary] = dict(MONITORS)
+    for name in names:
+        kind, _, which = name.partition(":")
+        kind = "mean" if kind == "future" else kind
+        found[f"{kind}:{which}"] = _summary(kind, estimator(which))
+    for configuration in configurations:
+        found.update(estimator_summaries(configuration.estimator))
+    return found
+
+
+def later(values: Tensor, mask: Tensor, group: int) -> Tensor:
+    """``[B, T]`` sum of the values after each token, minus the mean of the same over the rest of the group.
+
+    The other samples' sums do not depend on this one's tokens, so the baseline is free; ended ones count as 0.
+    """
+    ahead = values.sum(1, keepdim=True) - values.cumsum(1)
+    if group > 1:
+        grouped = ahead.reshape(-1, group, ahead.shape[1])
+        ahead = ((grouped - grouped.mean(1, keepdim=True)) * group / (group - 1)).reshape(ahead.shape)
+    return torch.where(mask, ahead, 0.0)
+
+
+def field_loss(name: str, terms: dict[str, Tensor], mask: Tensor, group: int) -> Tensor:
+    """``[B]`` losses whose gradient is the field, each sequence its own."""
+    kind, _, which = name.partition(":")
+    if kind == "future":
+        values = torch.where(mask, terms[f"mean:{which}"].detach(), 0.0)
+        return (later(values, mask, group) * terms["log_probs"]).sum(1)
+    return torch.where(mask, terms[name], 0.0).sum(1)
+
+
+# ------------------------------------------------------------------------------------------------ gradients as rows
+
+
+class Sketch:
+    """Gradients as rows of numbers: all coordinates, or a count sketch of them.
+
+    A count sketch adds every coordinate, with a random sign, to one of k bins: inner products keep their mean, and a
+    squared norm is off by a relative sqrt(2 / k) at most (one standard deviation; 0.55 % for k = 65,536).
+    """
+
+    def __init__(self, coordinates: int, size: int, seed: int, device: torch.device) -> None:
+        self.coordinates, self.size = coordinates, min(coordinates, size)
+        self.exact = coordinates <= size
+        if not self.exact:
+            generator = torch.Generator().manual_seed(seed)
+            self.bins = torch.randint(size, (coordinates,), generator=generator).to(device)
+            self.signs = (torch.randint(2, (coordinates,), generator=generator, dtype=torch.int8) * 2 - 1).to(device)
+
+    def __call__(self, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]) -> np.ndarray:
+        """``[k]`` float64."""
+        pieces = [
+            (torch.zeros_like(p) if g is None else g).reshape(-1).double()
+            for g, p in zip(gradients, parameters, strict=True)
+        ]
+        whole = torch.cat(pieces)
+        if not self.exact:
+            whole = torch.zeros(self.size, dtype=torch.float64, device=whole.device).index_add_(
+                0, self.bins, whole * self.signs
+            )
+        return np.asarray(whole.cpu().numpy())
+
+
+# -------------------------------------------------------------------------------------------------------- the probe
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """What is probed.
+
+    Args:
+        policy, reference: language models on one vocabulary.
+        prompts: token lists.
+        end: the end token; ``None`` for responses of fixed length.
+        pad: any token, for padding.
+        lengths: response lengths T; shorter ones are prefixes of the same samples.
+        samples: responses per prompt and trial.
+        parameters: ``all``, ``last-block``, ``lora`` or a regular expression.
+        coordinates: gradients with more are sketched to that many.
+        chunk: logits held at once.
+    """
+
+    policy: LanguageModel
+    reference: LanguageModel
+    prompts: Sequence[Sequence[int]]
+    end: int | None
+    pad: int = 0
+    lengths: Sequence[int] = (4, 8)
+    samples: int = 8
+    parameters: str = "all"
+    coordinates: int = EXACT_COORDINATES
+    chunk: int = 1 << 24
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Trials:
+    """What K trials gave, for one length.
+
+    Args:
+        fields: name -> ``[K, k]`` Rao-Blackwellised gradients.
+        sampled: configuration -> ``[K, k]`` gradients in sampled form.
+        kl: ``[K]`` mean exact sequence KL.
+        values: configuration -> ``[K]`` mean KL estimate.
+    """
+
+    fields: dict[str, np.ndarray]
+    sampled: dict[str, np.ndarray]
+    kl: np.ndarray
+    values: dict[str, np.ndarray]
+
+
+def probe(
+    setting: Setting,
+    configurations: Sequence[Configuration],
+    *,
+    trials: int = 32,
+    seed: int = 0,
+    name: str = "model",
+    progress: Progress | None = None,
+) -> pd.DataFrame:
+    """Bias and variance of each configuration's gradient at each response length.
+
+    Returns:
+        A frame with the columns of ``analysis.results`` (``bias_debiased`` is the U-statistic, ``relative_bias`` and
+        ``scale`` use it too) and ``relative_bias_error``, the jackknife's standard error over trials.
+
+    Raises:
+        ValueError: for fewer than 3 trials or 2 samples, empty data, prompts that do not fit, another vocabulary,
+            or a configuration without a Rao-Blackwellised form.
+    """
+    import pandas as pd
+
+    if trials < 3 or setting.samples < 2:
+        raise ValueError(f"{trials} trials of {setting.samples} samples: take at least 3 trials and 2 samples a prompt")
+    if not configurations:
+        raise ValueError("no configurations: give at least one")
+    check_same_vocabulary(setting.policy, setting.reference)
+    drawn = run_trials(setting, configurations, trials=trials, seed=seed, progress=progress)
+    n = setting.samples * len(setting.prompts)
+    rows = [
+        _row(name, configuration, length, drawn[length], n)
+        for configuration in configurations
+        for length in sorted(setting.lengths)
+    ]
+    from klgrad.analysis.results import COLUMNS
+
+    return pd.DataFrame(_with_intervals(rows), columns=[*COLUMNS, "relative_bias_error"])
+
+
+def run_trials(
+    setting: Setting,
+    configurations: Sequence[Configuration],
+    *,
+    trials: int,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> dict[int, Trials]:
+    """The trials, length by length."""
+    assert isinstance(setting.policy, nn.Module)
+    chosen = [parameter for _, parameter in select_parameters(setting.policy, setting.parameters)]
+    names = _wanted(configurations)
+    summaries = _summaries(names, configurations)
+    device = chosen[0].device
+    sketch = Sketch(sum(p.numel() for p in chosen), setting.coordinates, seed, device)
+    prompts, real = (x.repeat_interleave(setting.samples, 0).to(device) for x in pad_prompts(setting.prompts, setting.pad))
+    generator = torch.Generator(device).manual_seed(seed)
+    rows: list[dict[int, dict[str, Any]]] = []
+    for trial in range(trials):
+        rollouts = sample(
+            setting.policy, prompts, real, max(setting.lengths),
+            end=setting.end, generator=generator, temperature=setting.temperature,
+        )  # fmt: skip
+        terms = _terms(setting, rollouts, summaries)
+        rows.append({
+            length: _one_trial(terms, _first(rollouts.mask, length), configurations, names, setting, chosen, sketch)
+            for length in setting.lengths
+        })  # fmt: skip
+        if progress:
+            progress(trial + 1, trials)
+    return {length: _stack([row[length] for row in rows]) for length in setting.lengths}
+
+
+def _first(mask: Tensor, length: int) -> Tensor:
+    return mask & (torch.arange(mask.shape[1], device=mask.device) < length)
+
+
+def _terms(setting: Setting, rollouts: Rollouts, summaries: dict[str, Summary]) -> dict[str, Tensor]:
+    with torch.no_grad():
+        theirs = rollouts.features(setting.reference)
+    return token_terms(
+        rollouts.features(setting.policy), setting.policy.head, rollouts.responses, rollouts.mask,
+        reference=(theirs, setting.reference.head), summaries=summaries,
+        temperature=setting.temperature, chunk=setting.chunk,
+    )  # fmt: skip
+
+
+def _one_trial(
+    terms: dict[str, Tensor],
+    mask: Tensor,
+    configurations: Sequence[Configuration],
+    names: Sequence[str],
+    setting: Setting,
+    chosen: list[nn.Parameter],
+    sketch: Sketch,
+) -> dict[str, Any]:
+    def gradient(loss: Tensor) -> np.ndarray:
+        found = torch.autograd.grad(loss.mean(), chosen, retain_graph=True, allow_unused=True)
+        row = sketch(found, chosen)
+        if not np.isfinite(row).all():
+            raise ValueError(
+                "a gradient is not finite: policy and reference are too far apart for this precision; "
+                "try --dtype float32 or a nearer reference"
+            )
+        return row
+
+    return {
+        "fields": {name: gradient(field_loss(name, terms, mask, setting.samples)) for name in names},
+        "sampled": {str(c): gradient(kl_loss(c, terms, mask)) for c in configurations},
+        "kl": float(torch.where(mask, terms["kl"], 0.0).sum(1).mean()),
+        "values": {str(c): float(values(c.estimator, terms, mask).sum(1).mean()) for c in configurations},
+    }
+
+
+def values(est: Estimator, terms: dict[str, Tensor], mask: Tensor) -> Tensor:
+    """``[B, T]`` what each token contributes to the estimate, 0 where masked; no gradient."""
+    found = terms["value"] if est.full else est.value(terms["log_probs"].detach() - terms["reference"])
+    return torch.where(mask, found.detach(), 0.0)
+
+
+def _stack(rows: Sequence[dict[str, Any]]) -> Trials:
+    def stacked(key: str) -> dict[str, np.ndarray]:
+        return {name: np.array([row[key][name] for row in rows]) for name in rows[0][key]}
+
+    return Trials(stacked("fields"), stacked("sampled"), np.array([row["kl"] for row in rows]), stacked("values"))
+
+
+# ------------------------------------------------------------------------------------------------------ statistics
+
+
+def combine(weights: dict[str, float], found: dict[str, np.ndarray]) -> np.ndarray:
+    """``[K, k]`` the weighted sum of fields."""
+    first = next(iter(found.values()))
+    return sum((w * found[name] for name, w in weights.items()), np.zeros_like(first))
+
+
+def inner(a: np.ndarray, b: np.ndarray) -> tuple[float, np.ndarray]:
+    """Unbiased E[a] . E[b] from ``[K, k]`` rows of independent trials (a U-statistic), and its K leave-one-out values."""
+    n = len(a)
+    each, sa, sb = (a * b).sum(1), a.sum(0), b.sum(0)
+    whole, own = float(sa @ sb), float(each.sum())
+    without = whole - a @ sb - b @ sa + each - (own - each)
+    return (whole - own) / (n * (n - 1)), without / ((n - 1) * (n - 2))
+
+
+def jackknife(without: np.ndarray) -> float:
+    """Standard error from leave-one-out values."""
+    n = len(without)
+    return float(np.sqrt((n - 1) / n * ((without - without.mean()) ** 2).sum()))
+
+
+def _relative_bias(difference: np.ndarray, truth: np.ndarray) -> tuple[float, float]:
+    """|bias| / |true gradient| from U-statistics, and its standard error: of the square, by the delta method."""
+    (square, squares), (size, sizes) = inner(difference, difference), inner(truth, truth)
+    if size <= 0 or (sizes <= 0).any():
+        return math.nan, math.nan
+    ratio, error = square / size, jackknife(squares / sizes)
+    relative = math.sqrt(max(ratio, 0.0))
+    return relative, error / (2 * relative) if relative**2 > error else math.sqrt(error)
+
+
+def _row(name: str, configuration: Configuration, length: int, drawn: Trials, n: int) -> dict[str, Any]:
+    trials = len(drawn.kl)
+    truth, expected = combine(TRUTH, drawn.fields), combine(fields(configuration), drawn.fields)
+    difference = expected - truth
+    off = difference.mean(0)
+    square, _ = inner(difference, difference)
+    size = inner(truth, truth)[0]
+    along, own = inner(expected, truth)[0], inner(expected, expected)[0]
+    relative, error = _relative_bias(difference, truth)
+    sampled, value = drawn.sampled[str(configuration)], drawn.values[str(configuration)]
+    centred = sampled - sampled.mean(0)
+    each = (centred**2).sum(1)
+    variance = n * float(each.sum()) / (trials - 1)
+    return {
+        "preset": name, "configuration": str(configuration), "estimator": str(configuration.estimator),
+        "placement": configuration.placement, "length": int(length), "source": "monte_carlo",
+        "kl": float(drawn.kl.mean()), "gradient_norm": math.sqrt(max(size, 0.0)),
+        "bias": float(np.linalg.norm(off)), "bias_debiased": math.sqrt(max(square, 0.0)),
+        "relative_bias": relative, "relative_bias_error": error,
+        "scale": along / size if size > 0 else math.nan,
+        "cosine": float(np.clip(along / math.sqrt(own * size), -1, 1)) if own > 1e-6 * size > 0 else math.nan,
+        "variance": variance, "estimate": float(value.mean()), "estimate_variance": n * float(value.var(ddof=1)),
+        "samples": n, "trials": trials,
+        **_noise(difference, off), "_relative": _relative_variance(centred, each),
+    }  # fmt: skip
+
+
+def _noise(difference: np.ndarray, off: np.ndarray) -> dict[str, float]:
+    """tr Sigma, tr Sigma^2 and m' Sigma m of the mean over trials; trials x trials, since k may be large."""
+    trials = len(difference)
+    centred = difference - off
+    gram = centred @ centred.T / (trials - 1)
+    trace = float(np.trace(gram))
+    square = max(float((gram**2).sum()) - trace**2 / (trials - 1), 0.0)
+    direction = off / (np.linalg.norm(off) or 1.0)
+    along = float(((centred @ direction) ** 2).sum()) / (trials - 1)
+    return {
+        "_trace": trace / trials, "_square": square / trials**2, "_along": along / trials,
+        "bias_floor": math.sqrt(trace / trials),
+    }  # fmt: skip
+
+
+def _relative_variance(centred: np.ndarray, each: np.ndarray) -> float:
+    """Relative variance of the variance: the trials' own spread, or a normal one's where that is larger."""
+    trials = len(each)
+    if not each.mean() > 0:
+        return 0.0
+    gram = centred @ centred.T / (trials - 1)
+    trace = float(np.trace(gram))
+    normal = 2 * max(float((gram**2).sum()) - trace**2 / (trials - 1), 0.0) / trace**2 / (trials - 1)
+    return max(float(each.var(ddof=1) / each.mean() ** 2 / trials), normal)
+
+
+def _with_intervals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    from klgrad.analysis.intervals import bias_interval, variance_interval
+
+    def column(key: str) -> np.ndarray:
+        return np.array([row[key] for row in rows])
+
+    low, high = bias_interval(column("bias"), column("_trace"), column("_square"), column("_along"))
+    v_low, v_high = variance_interval(column("variance"), column("_relative"))
+    for k, row in enumerate(rows):
+        row.update(bias_low=low[k], bias_high=high[k], variance_low=v_low[k], variance_high=v_high[k])
+    return rows
+
+

@@ -1,0 +1,129 @@
+"""Responses sampled from a model, and the features that score them.
+
+Shapes: B sequences, P prompt tokens (padding first), T response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klgrad.harness.models import LanguageModel
+from klgrad.harness.objective import log_softmax
+
+
+@dataclass(frozen=True, eq=False)
+class Rollouts:
+    """Prompts with sampled responses.
+
+    Args:
+        tokens: ``[B, P + T]`` prompt and response; anything where not real.
+        real: ``[B, P + T]`` True for real tokens: prompts are padded in front, responses behind.
+        prompt: P.
+        behaviour: ``[B, T]`` log-probs under the policy that sampled, 0 where masked.
+    """
+
+    tokens: Tensor
+    real: Tensor
+    prompt: int
+    behaviour: Tensor
+
+    @property
+    def responses(self) -> Tensor:
+        """``[B, T]``."""
+        return self.tokens[:, self.prompt :]
+
+    @property
+    def mask(self) -> Tensor:
+        """``[B, T]`` True for response tokens; the end token counts."""
+        return self.real[:, self.prompt :]
+
+    def rows(self, index: Any) -> Rollouts:
+        """Some of the rows."""
+        return Rollouts(self.tokens[index], self.real[index], self.prompt, self.behaviour[index])
+
+    def features(self, model: LanguageModel) -> Tensor:
+        """``[B, T, H]`` the features that predict each response token."""
+        features, _ = model.features(self.tokens[:, :-1], self.real[:, :-1])
+        return features[:, self.prompt - 1 :]
+
+    def to(self, device: str) -> Rollouts:
+        """The same on another device."""
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Rollouts(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()})
+
+
+def pad_prompts(prompts: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """``[B, P]`` tokens and mask, padding first.
+
+    Raises:
+        ValueError: for no prompts, or one without tokens.
+    """
+    if not prompts:
+        raise ValueError("there are no prompts: the data is empty")
+    if not all(prompts):
+        raise ValueError(f"prompt {[bool(p) for p in prompts].index(False)} has no tokens")
+    width = max(map(len, prompts))
+    tokens = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts])
+    mask = torch.tensor([[False] * (width - len(p)) + [True] * len(p) for p in prompts])
+    return tokens, mask
+
+
+def check_fits(model: LanguageModel, prompt: int, length: int) -> None:
+    """Prompt and response must fit the context window.
+
+    Raises:
+        ValueError: when they do not, with the numbers.
+    """
+    window = model.context_window
+    if window is not None and prompt + length > window:
+        raise ValueError(
+            f"a prompt of {prompt} tokens and a response of {length} do not fit the model's context of {window}: "
+            "take shorter prompts or responses"
+        )
+
+
+@torch.no_grad()
+def sample(
+    model: LanguageModel,
+    prompts: Tensor,
+    real: Tensor,
+    length: int,
+    *,
+    end: int | None,
+    generator: torch.Generator,
+    temperature: float = 1.0,
+) -> Rollouts:
+    """Responses of at most ``length`` tokens, ended by ``end`` where there is one; temperature 0 takes the likeliest.
+
+    Args:
+        prompts, real: ``[B, P]`` from ``pad_prompts``.
+        generator: on the model's device.
+
+    Raises:
+        ValueError: when prompt and response do not fit the model.
+    """
+    check_fits(model, prompts.shape[1], length)
+    alive = torch.ones(len(prompts), dtype=torch.bool, device=prompts.device)
+    tokens, seen, cache = prompts, real, None
+    masks, log_probs = [], []
+    new = prompts
+    for _ in range(length):
+        features, cache = model.features(new, seen, cache)
+        full = log_softmax(model.head(features[:, -1]), temperature or 1.0)
+        if temperature:
+            choice = torch.multinomial(full.exp(), 1, generator=generator)
+        else:
+            choice = full.argmax(-1, keepdim=True)
+        log_probs.append(torch.where(alive, full.gather(-1, choice)[:, 0], 0.0))
+        masks.append(alive)
+        tokens, seen, new = torch.cat([tokens, choice], 1), torch.cat([seen, alive[:, None]], 1), choice
+        if end is not None:
+            alive = alive & (choice[:, 0] != end)
+            if not alive.any():
+                break
+    return Rollouts(tokens, seen, prompts.shape[1], torch.stack(log_probs, 1))
