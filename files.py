@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -27,6 +28,34 @@ def write_whole(path: Path, content: bytes) -> None:
     except BaseException:
         with suppress(OSError):
             os.unlink(name)
+        raise
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A fresh folder to fill, put in the place of ``folder`` once everything in it was written.
+
+    Raises:
+        OSError: when it cannot be written (a full disk); what was at ``folder`` before is then untouched.
+    """
+    import shutil
+    import tempfile
+    from pathlib import Path
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        yield fresh
+        fresh.chmod(0o755)
+        if folder.exists():
+            old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-old."))
+            os.replace(folder, old / folder.name)  # two renames: a crash between them leaves both copies on the disk
+            os.replace(fresh, folder)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.replace(fresh, folder)
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
         raise
 
 

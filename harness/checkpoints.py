@@ -1,34 +1,97 @@
-"""Folders written whole or not at all, and the state of a run that goes on from them."""
+"""The state of a run, saved so that it can go on exactly, and its lines of metrics."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+import math
 from pathlib import Path
+from typing import Any
+
+import torch
+
+from klgrad.files import whole_folder, write_whole
+from klgrad.harness.models import load
+from klgrad.harness.rollouts import Rollouts
+from klgrad.harness.state import Experience, Run
 
 
-@contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """A fresh folder to fill, put in the place of ``folder`` once everything in it was written.
+def save(run: Run, out: Path, *, name: str = "") -> Path:
+    """Write ``out/step-N``: the model and tokenizer as transformers reads them, and the rest of the state."""
+    folder = out / (name or f"step-{run.step}")
+    with whole_folder(folder) as fresh:
+        run.policy.model.save_pretrained(fresh)
+        run.tokenizer.save_pretrained(fresh)
+        (fresh / "recipe.json").write_text(json.dumps(run.recipe.to_dict(), indent=1) + "\n")
+        reference = run.reference.state_dict() if run.reference is not None and run.recipe.reset_every else None
+        state = {
+            "step": run.step, "drawn": run.drawn, "optimizer": run.optimizer.state_dict(), "reference": reference,
+            "queue": [(vars(e.rollouts), e.rewards, e.version) for e in run.queue],
+        }  # fmt: skip
+        torch.save(state, fresh / "state.pt")
+    return folder
+
+
+def latest(out: Path) -> Path | None:
+    """The checkpoint of the most rounds, if there is one."""
+    found = [path for path in out.glob("step-*") if path.name[5:].isdigit() and (path / "state.pt").is_file()]
+    return max(found, key=lambda path: int(path.name[5:]), default=None)
+
+
+def restore(run: Run, out: Path) -> None:
+    """Put the last checkpoint of ``out`` into a run at step 0; nothing without one.
 
     Raises:
-        OSError: when it cannot be written (a full disk); what was at ``folder`` before is then untouched.
+        ValueError: for a checkpoint of another recipe (only ``steps`` and how often things are written may differ).
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    folder = latest(out)
+    if folder is None:
+        return
+    then, now = json.loads((folder / "recipe.json").read_text()), json.loads(json.dumps(run.recipe.to_dict()))
+    free = ("steps", "checkpoint_every", "evaluate_every", "device", "source", "note")
+    other = [key for key in now if key not in free and then.get(key) != now[key]]
+    if other:
+        was = ", ".join(f"{key} = {then.get(key)!r}" for key in other)
+        raise ValueError(f"{folder} was trained with {was}: resume with the same recipe, or give another --out")
     try:
-        yield fresh
-        fresh.chmod(0o755)
-        if folder.exists():
-            old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-old."))
-            os.replace(folder, old / folder.name)  # two renames: a crash between them leaves both copies on the disk
-            os.replace(fresh, folder)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            os.replace(fresh, folder)
-    except BaseException:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise
+        state = torch.load(folder / "state.pt", map_location=run.recipe.device, weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{folder / 'state.pt'} cannot be read ({error}): remove that checkpoint") from None
+    saved, _ = load(str(folder), device=run.recipe.device)
+    run.policy.model.load_state_dict(saved.model.state_dict())
+    run.optimizer.load_state_dict(state["optimizer"])
+    if state["reference"] is not None and run.reference is not None:
+        run.reference.load_state_dict(state["reference"])
+    run.step, run.drawn = state["step"], state["drawn"]
+    run.queue = [Experience(Rollouts(**rollouts), rewards, version) for rollouts, rewards, version in state["queue"]]
+
+
+def append_line(path: Path, line: dict[str, Any]) -> None:
+    """One JSON line at the end of a file; not-a-number becomes null."""
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(each) for key, each in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(plain(line)) + "\n")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a JSON-lines file; none where there is no file."""
+    if not path.is_file():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:  # a line that was cut off when the disk was full or the machine stopped
+            break
+    return found
+
+
+def truncate(path: Path, step: int) -> list[dict[str, Any]]:
+    """Drop the lines after ``step``, and one that was cut off; returns those that stay."""
+    lines = [line for line in read_lines(path) if line["step"] <= step]
+    if path.is_file():
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
+    return lines

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from klgrad.files import whole_folder
 from klgrad.synth.estimators import unknown
 
 CHARACTERS = "0123456789+-*()=,>cs"
@@ -46,12 +47,14 @@ class CausalLM(nn.Module):
     """A transformers causal LM as features and head.
 
     Models whose logits are not plainly their output embedding (soft-capped or scaled ones) are recognised on their
-    first logits, and then the logits themselves are the features.
+    first logits, and then the logits themselves are the features. With ``autocast`` the forward pass runs in that
+    precision over weights that stay as they are.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, autocast: torch.dtype | None = None) -> None:
         super().__init__()
         self.model = model
+        self.autocast = autocast
         self.split = self._is_plain()
 
     def _is_plain(self) -> bool:
@@ -80,16 +83,18 @@ class CausalLM(nn.Module):
             "input_ids": tokens, "attention_mask": mask.long(), "position_ids": positions,
             "past_key_values": cache, "use_cache": keep,
         }  # fmt: skip
-        if self.split:
-            out = self.model.base_model(**given)
-            return out.last_hidden_state, out.past_key_values if keep else None
-        out = self.model(**given)
-        return out.logits, out.past_key_values if keep else None
+        with self._precision():
+            out = (self.model.base_model if self.split else self.model)(**given)
+        return out.last_hidden_state if self.split else out.logits, out.past_key_values if keep else None
 
     def head(self, features: Tensor) -> Tensor:
         """See ``LanguageModel``."""
-        logits: Tensor = self.model.get_output_embeddings()(features) if self.split else features
+        with self._precision():
+            logits: Tensor = self.model.get_output_embeddings()(features) if self.split else features
         return logits
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self.model.device.type, self.autocast, enabled=self.autocast is not None)
 
 
 class Tokenizer(Protocol):
@@ -152,8 +157,6 @@ def checked_tokenizer(tokenizer: Any, path: str) -> Any:
 
 def save(model: CausalLM, tokenizer: Any, folder: Path) -> None:
     """Write a model and its tokenizer as transformers reads them: whole, or not at all."""
-    from klgrad.harness.checkpoints import whole_folder
-
     with whole_folder(folder) as fresh:
         model.model.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)

@@ -1,0 +1,81 @@
+"""How often a policy is right: mean@k and pass@1 on a task's test problems."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from klgrad.harness.models import LanguageModel
+from klgrad.harness.rollouts import pad_prompts, sample
+from klgrad.harness.tasks import decoded, encoded, take, task
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Shares of right answers.
+
+    Args:
+        mean: over problems and k samples each (mean@k).
+        error: its standard error over problems.
+        greedy: with the likeliest token each time (pass@1 at temperature 0).
+        problems, samples: how many.
+    """
+
+    mean: float
+    error: float
+    greedy: float
+    problems: int
+    samples: int
+
+
+def evaluate(
+    model: LanguageModel,
+    tokenizer: Any,
+    name: str,
+    *,
+    problems: int = 200,
+    samples: int = 1,
+    length: int = 16,
+    temperature: float = 1.0,
+    batch: int = 512,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Evaluation:
+    """mean@k and pass@1 of the task's first test problems; the same problems for every model.
+
+    Raises:
+        ValueError: for an unknown task, empty data, or prompts that do not fit.
+    """
+    posed = take(task(name).problems("test", 0), problems)
+    judge = task(name)
+    list(zip(range(1), judge.problems("test", 0), strict=False))  # a task may need its data before it can judge
+    prompts = [encoded(tokenizer, problem) for problem in posed]
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def scores(index: list[int], at: float) -> torch.Tensor:
+        found = []
+        for first in range(0, len(index), batch):
+            rows = index[first : first + batch]
+            tokens, real = (x.to(device) for x in pad_prompts([prompts[i] for i in rows], tokenizer.pad_token_id))
+            drawn = sample(
+                model, tokens, real, length, end=tokenizer.eos_token_id, generator=generator, temperature=at
+            )
+            texts = responses(tokenizer, drawn.responses, drawn.mask)
+            found += [judge.reward(posed[i], text) for i, text in zip(rows, texts, strict=True)]
+        return torch.tensor(found, dtype=torch.float64)
+
+    each = scores([i for i in range(len(posed)) for _ in range(samples)], temperature).reshape(-1, samples).mean(1)
+    greedy = scores(list(range(len(posed))), 0.0)
+    error = float(each.std()) / math.sqrt(len(each)) if len(each) > 1 else math.nan
+    return Evaluation(float(each.mean()), error, float(greedy.mean()), len(posed), samples)
+
+
+def responses(tokenizer: Any, tokens: torch.Tensor, mask: torch.Tensor) -> list[str]:
+    """Texts of sampled responses."""
+    return [
+        decoded(tokenizer, [t for t, real in zip(row, keep, strict=True) if real])
+        for row, keep in zip(tokens.tolist(), mask.tolist(), strict=True)
+    ]
