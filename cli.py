@@ -10,6 +10,7 @@ import click
 COMMANDS = (
     "figure1", "growth", "compare", "exact", "table1", "derive", "report", "check", "libraries", "lint", "audit",
     "estimators", "presets",
+    "llm",
 )  # fmt: skip
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from klgrad.harness.models import LanguageModel
+from klgrad.harness.models import LanguageModel, check_same_vocabulary
+from klgrad.harness.objective import MONITORS, token_terms
 from klgrad.harness.rollouts import pad_prompts, sample
 from klgrad.harness.tasks import decoded, encoded, take, task
 
@@ -79,3 +80,41 @@ def responses(tokenizer: Any, tokens: torch.Tensor, mask: torch.Tensor) -> list[
         decoded(tokenizer, [t for t, real in zip(row, keep, strict=True) if real])
         for row, keep in zip(tokens.tolist(), mask.tolist(), strict=True)
     ]
+
+
+def divergences(
+    model: LanguageModel,
+    reference: LanguageModel,
+    tokenizer: Any,
+    name: str,
+    *,
+    problems: int = 200,
+    samples: int = 1,
+    length: int = 16,
+    temperature: float = 1.0,
+    batch: int = 256,
+    seed: int = 0,
+    device: str = "cpu",
+) -> dict[str, float]:
+    """Exact per-token KL, forward KL and entropy summed over the policy's own responses (paper, appendix D.5), in nats.
+
+    Prefixes are sampled from the policy, so the sum of forward KLs is not the sequence-level forward KL.
+    """
+    check_same_vocabulary(model, reference)
+    prompts = [encoded(tokenizer, problem) for problem in take(task(name).problems("test", 0), problems)]
+    generator = torch.Generator(device).manual_seed(seed)
+    totals: dict[str, float] = dict.fromkeys(MONITORS, 0.0)
+    rows = [prompt for prompt in prompts for _ in range(samples)]
+    with torch.no_grad():
+        for first in range(0, len(rows), batch):
+            tokens, real = (x.to(device) for x in pad_prompts(rows[first : first + batch], tokenizer.pad_token_id))
+            drawn = sample(
+                model, tokens, real, length, end=tokenizer.eos_token_id, generator=generator, temperature=temperature
+            )
+            terms = token_terms(
+                drawn.features(model), model.head, drawn.responses, drawn.mask,
+                reference=(drawn.features(reference), reference.head), summaries=MONITORS, temperature=temperature,
+            )  # fmt: skip
+            for monitor in MONITORS:
+                totals[monitor] += float(terms[monitor].sum())
+    return {monitor: total / len(rows) for monitor, total in totals.items()}
