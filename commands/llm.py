@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 MODEL = "out/tiny"
 
-seed_option = click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Same seed, same run.")
+seed_option = click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Same seed, same run."
+)
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress or summary.")
 set_option = click.option(
     "--set", "changes", multiple=True, metavar="KEY=VALUE", help="Change a key of the recipe; may be repeated."
@@ -64,14 +66,18 @@ def pretrain(tasks: tuple[str, ...], steps: int, batch: int, seed: int, out: Pat
     help="That noise, in standard deviations of each weight; without --reference only.",
 )  # fmt: skip
 @click.option("--task", default="countdown", show_default=True, help="Where prompts come from.")
-@click.option("--prompts", type=click.IntRange(min=1), default=8, show_default=True, help="How many, the same each trial.")
-@click.option("--lengths", type=Lengths(), default="2,4,6,8", show_default=True, help="Response lengths (tokens).")
+@click.option(
+    "--prompts", type=click.IntRange(min=1), default=8, show_default=True, help="How many, the same each trial."
+)
+@click.option("--lengths", type=Lengths(), default="2,4,6", show_default=True, help="Response lengths (tokens).")
 @click.option("--samples", type=int, default=8, show_default=True, help="Responses a prompt and trial.")
-@click.option("--trials", type=int, default=48, show_default=True, help="Gradient estimates.")
+@click.option("--trials", type=int, default=32, show_default=True, help="Gradient estimates.")
 @click.option(
     "--parameters", default="all", show_default=True, help="all, last-block, lora, or a regular expression of names."
 )
-@click.option("--dtype", default="float32", show_default=True, help="Of the forward pass; statistics are float32 or better.")
+@click.option(
+    "--dtype", default="float32", show_default=True, help="Of the forward pass; statistics are float32 or better."
+)
 @config_option
 @seed_option
 @device_option
@@ -98,7 +104,9 @@ def probe(
     posed = take(named(task).problems("test", seed), prompts)
     results.writable_folder(out)
     model, tokenizer = models.load(policy, dtype=dtype, device=device)
-    other = models.load(reference, dtype=dtype, device=device)[0] if reference else models.perturbed(model, perturb, seed)
+    other = (
+        models.load(reference, dtype=dtype, device=device)[0] if reference else models.perturbed(model, perturb, seed)
+    )
     setting = engine.Setting(
         model, other, [encoded(tokenizer, problem) for problem in posed], tokenizer.eos_token_id,
         pad=tokenizer.pad_token_id, lengths=lengths, samples=samples, parameters=parameters,
@@ -136,7 +144,9 @@ def _probe_table(frame: Any) -> None:
         for row in frame[frame["length"] == longest].itertuples()
     ]  # fmt: skip
     head = frame.iloc[-1]
-    title = f"{head['preset']}, T = {longest}: KL {number(head['kl'])} nats, true gradient {number(head['gradient_norm'])}"
+    title = (
+        f"{head['preset']}, T = {longest}: KL {number(head['kl'])} nats, true gradient {number(head['gradient_norm'])}"
+    )
     table(title, ["configuration", "relative bias", "scale", "cosine", "N x variance"], rows)
 
 
@@ -185,11 +195,15 @@ def train(
         except Stopped as stopped:
             raise click.ClickException(str(stopped)) from None
     if lines and lines[-1]["step"] < given.steps:
-        raise KeyboardInterrupt(f": round {lines[-1]['step']} is saved in {out}; the same command with --resume goes on")
+        raise KeyboardInterrupt(
+            f": round {lines[-1]['step']} is saved in {out}; the same command with --resume goes on"
+        )
     if not quiet and lines:
         last = lines[-1]
         parts = [f"{name} {number(last[name])}" for name in ("reward", "kl", "entropy") if last.get(name) is not None]
-        click.echo(f"round {last['step']}: {', '.join(parts)}\nwrote {out / 'metrics.jsonl'} and {out}/step-{last['step']}")
+        click.echo(
+            f"round {last['step']}: {', '.join(parts)}\nwrote {out / 'metrics.jsonl'} and {out}/step-{last['step']}"
+        )
 
 
 class _patience:
@@ -241,7 +255,7 @@ def plan(recipe: str, changes: tuple[str, ...], measure: bool, as_json: bool) ->
         dump(found)
         return
     rows = [[name.replace("_", " ").replace(" gib", " (GiB)"), _plain(value)] for name, value in found.items()]
-    table(f"{recipe}: {given.note or given.model}", ["", ""], rows)
+    table(recipe, ["", ""], rows)
     click.echo("activations and the key-value cache come on top" + ("" if measure else "; --measure times it here"))
 
 
@@ -268,9 +282,13 @@ def recipes(as_json: bool) -> None:
 @llm.command(short_help="Scores, KL and entropy of checkpoints.")
 @click.argument("models", nargs=-1, required=True)
 @click.option("--reference", metavar="MODEL", help="Also KL, forward KL and entropy against this model.")
-@click.option("--task", "tasks", multiple=True, default=("countdown", "sort"), show_default=True, help="Where prompts come from.")
+@click.option(
+    "--task", "tasks", multiple=True, default=("countdown", "sort"), show_default=True, help="Where prompts come from."
+)
 @click.option("--problems", type=click.IntRange(min=1), default=200, show_default=True, help="Test problems a task.")
-@click.option("--samples", type=click.IntRange(min=1), default=4, show_default=True, help="Responses a problem (mean@k).")
+@click.option(
+    "--samples", type=click.IntRange(min=1), default=4, show_default=True, help="Responses a problem (mean@k)."
+)
 @click.option("--length", type=click.IntRange(min=1), default=12, show_default=True, help="Most response tokens.")
 @seed_option
 @device_option
@@ -288,7 +306,13 @@ def evaluate(
     for path in models:
         model, tokenizer = load(path, device=device)
         for name in tasks:
-            options = {"problems": problems, "samples": samples, "length": length, "seed": seed, "device": device}
+            options: dict[str, Any] = {
+                "problems": problems,
+                "samples": samples,
+                "length": length,
+                "seed": seed,
+                "device": device,
+            }
             row = {"model": path, "task": name, **vars(engine.evaluate(model, tokenizer, name, **options))}
             if other is not None:
                 row |= engine.divergences(model, other, tokenizer, name, **options)
@@ -298,7 +322,13 @@ def evaluate(
         return
     extra = ("kl", "forward_kl", "entropy") if other is not None else ()
     cells = [
-        [r["model"], r["task"], f"{r['mean']:.3f} +- {r['error']:.3f}", f"{r['greedy']:.3f}", *(number(r[k]) for k in extra)]
+        [
+            r["model"],
+            r["task"],
+            f"{r['mean']:.3f} +- {r['error']:.3f}",
+            f"{r['greedy']:.3f}",
+            *(number(r[k]) for k in extra),
+        ]
         for r in rows
     ]
     head = ["model", "task", f"mean@{samples}", "pass@1", *(name.replace("_", " ") for name in extra)]
@@ -307,11 +337,23 @@ def evaluate(
 
 @llm.command(short_help="The paper's grid on a small model.")
 @click.option("--recipe", default="tiny-rloo", show_default=True, help="What every run has in common.")
-@click.option("--kl", "kls", multiple=True, metavar="NAME", help="'no KL' or a configuration; may be repeated. Default: the paper's.")
-@click.option("--beta", "betas", type=float, multiple=True, default=(0.3, 1.0), show_default=True, help="May be repeated.")
+@click.option(
+    "--kl",
+    "kls",
+    multiple=True,
+    metavar="NAME",
+    help="'no KL' or a configuration; may be repeated. Default: the paper's.",
+)
+@click.option(
+    "--beta", "betas", type=float, multiple=True, default=(0.3, 1.0), show_default=True, help="May be repeated."
+)
 @click.option("--seeds", type=int, default=3, show_default=True, help="Runs of each.")
-@click.option("--staleness", "stale", type=int, multiple=True, default=(0, 10), show_default=True, help="May be repeated.")
-@click.option("--processes", type=click.IntRange(min=1), default=2, show_default=True, help="Runs at once, a thread each.")
+@click.option(
+    "--staleness", "stale", type=int, multiple=True, default=(0, 10), show_default=True, help="May be repeated."
+)
+@click.option(
+    "--processes", type=click.IntRange(min=1), default=2, show_default=True, help="Runs at once, a thread each."
+)
 @set_option
 @out_option
 @quiet_option
@@ -344,7 +386,13 @@ def study(
     final = engine.final(cells, base, runs)
     means, curves = engine.summary(final), engine.curves(cells, runs)
     write_whole(out / "study.csv", final.to_csv(index=False, lineterminator="\n").encode())
-    request = {"recipe": base.to_dict(), "kls": list(kls or engine.KLS), "betas": betas, "seeds": seeds, "staleness": stale}
+    request = {
+        "recipe": base.to_dict(),
+        "kls": list(kls or engine.KLS),
+        "betas": betas,
+        "seeds": seeds,
+        "staleness": stale,
+    }
     content = {"manifest": results.manifest("klgrad llm study", [], request), "rows": results.records(means)}
     write_whole(out / "study.json", (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
     for value in stale:

@@ -18,7 +18,7 @@ SUMMARY = (
     "configuration", "estimator", "placement", "beta", "staleness", "reward", "kl", "in_domain", "out_of_domain",
 )  # fmt: skip
 _SMOOTH = 9  # rounds in a running mean of the reward
-_FILLS = ("full", "none", "left", "bottom")
+_FILLS: tuple[Any, ...] = ("full", "none", "left", "bottom")
 
 
 def study(curves: pd.DataFrame, table: pd.DataFrame) -> Figure:
@@ -47,7 +47,9 @@ def study(curves: pd.DataFrame, table: pd.DataFrame) -> Figure:
         _points(domains, table, "in_domain", "out_of_domain", looks, betas)
         domains.set(title="in-domain against out-of-domain", xlabel="in-domain score", ylabel="out-of-domain score")
         _points(frontier, table, "kl", "reward", looks, betas)
-        frontier.set(title="frontier: reward against KL", xlabel="exact sequence KL (nats)", ylabel="final reward", xscale="log")
+        frontier.set(
+            title="frontier: reward against KL", xlabel="exact sequence KL (nats)", ylabel="final reward", xscale="log"
+        )
         for axes in (reward, kl):
             axes.set_xlabel("round")
         style.legend(figure, handles, labels)
@@ -63,10 +65,10 @@ def _width(beta: float, betas: Sequence[float]) -> tuple[float, float]:
 def _over_training(
     axes: Axes, curves: pd.DataFrame, name: str, looks: dict[str, style.Look], betas: Sequence[float]
 ) -> None:
-    for (configuration, beta), rows in curves.groupby(["configuration", "beta"], sort=False):
+    for (configuration, beta), rows in curves.astype({"beta": float}).groupby(["configuration", "beta"], sort=False):
         runs = rows.pivot_table(index="step", columns="seed", values=name).astype(float)
         runs = runs.rolling(_SMOOTH, min_periods=1, center=True).mean()
-        look, (width, opacity) = looks[str(configuration)], _width(float(beta), betas)
+        look, (width, opacity) = looks[str(configuration)], _width(float(str(beta)), betas)
         low, high = runs.min(axis=1).to_numpy(float), runs.max(axis=1).to_numpy(float)
         axes.fill_between(runs.index, low, high, color=look.colour, alpha=0.10 * opacity, linewidth=0)
         axes.plot(

@@ -67,6 +67,7 @@ def restore(run: Run, out: Path) -> None:
 
 def append_line(path: Path, line: dict[str, Any]) -> None:
     """One JSON line at the end of a file; not-a-number becomes null."""
+
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: plain(each) for key, each in value.items()}

@@ -61,9 +61,7 @@ def evaluate(
         for first in range(0, len(index), batch):
             rows = index[first : first + batch]
             tokens, real = (x.to(device) for x in pad_prompts([prompts[i] for i in rows], tokenizer.pad_token_id))
-            drawn = sample(
-                model, tokens, real, length, end=tokenizer.eos_token_id, generator=generator, temperature=at
-            )
+            drawn = sample(model, tokens, real, length, end=tokenizer.eos_token_id, generator=generator, temperature=at)
             texts = responses(tokenizer, drawn.responses, drawn.mask)
             found += [judge.reward(posed[i], text) for i, text in zip(rows, texts, strict=True)]
         return torch.tensor(found, dtype=torch.float64)

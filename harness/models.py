@@ -203,7 +203,9 @@ def select_parameters(model: nn.Module, choice: str) -> list[tuple[str, nn.Param
     try:
         pattern = re.compile(patterns.get(choice, choice))
     except re.error as error:
-        raise ValueError(f"parameters {choice!r}: not all, last-block, lora or a regular expression ({error})") from None
+        raise ValueError(
+            f"parameters {choice!r}: not all, last-block, lora or a regular expression ({error})"
+        ) from None
     chosen = [(name, p) for name, p in named if pattern.search(f".{name}")]
     if not chosen:
         some = ", ".join(name for name, _ in named[:4])

@@ -276,6 +276,18 @@ def kl_coefficients(
     return token, None if vocab is None else vocab[..., 0]
 
 
+def reward_part(configuration: Configuration) -> Configuration:
+    """What a configuration does in the reward alone."""
+    return replace(configuration, placement="reward")
+
+
+def loss_part(configuration: Configuration) -> Configuration:
+    """What a configuration does in the loss alone, where there is no credit and no baseline."""
+    return replace(
+        configuration, placement="loss", credit="whole", baseline="none", baseline_value=0.0, rollout_value=False
+    )
+
+
 def kl_loss(
     configuration: Configuration, terms: Mapping[str, Tensor], mask: Tensor, behaviour: Tensor | None = None
 ) -> Tensor:
@@ -330,8 +342,9 @@ def policy_loss(
     pull = weights * advantages.to(log_probs)[:, None]  # on each score, upwards; the ratio comes last
     apart = objective.configuration if objective.penalised else None
     if apart is not None and objective.clip_low is not None and apart.in_reward and apart.ratio == objective.ratio:
-        pull = pull - objective.beta * kl_weights * kl_coefficients(_without_ratio(apart), terms, mask, behaviour)[0]
-        apart = replace(apart, placement="loss", **_PLAIN) if apart.in_loss else None
+        folded = replace(reward_part(apart), ratio="none")
+        pull = pull - objective.beta * kl_weights * kl_coefficients(folded, terms, mask, behaviour)[0]
+        apart = loss_part(apart) if apart.in_loss else None
     held = _held(objective, own, pull) & mask
     loss = -(torch.where(held, 0.0, own * pull).detach() * terms["log_probs"]).sum()
     if apart is not None:
@@ -339,13 +352,6 @@ def policy_loss(
         loss = loss + objective.beta * (kl_weights * _surrogate(token, path, terms)).sum()
     real = int(mask.sum()) or 1
     return loss, {"clip_share": float(held.sum()) / real, "ratio_max": float(log_rho.max().exp())}
-
-
-_PLAIN: dict[str, Any] = {"credit": "whole", "baseline": "none", "baseline_value": 0.0, "rollout_value": False}
-
-
-def _without_ratio(configuration: Configuration) -> Configuration:
-    return replace(configuration, placement="reward", ratio="none")
 
 
 def _held(objective: Objective, own: Tensor, pull: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def pretrain(
         rows = [problem for source in sources for problem in islice(source, share)]
         loss = _loss(model, tokenizer, rows)
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()

@@ -29,12 +29,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from klgrad.harness import statistics
 from klgrad.harness.models import LanguageModel, check_same_vocabulary, select_parameters
 from klgrad.harness.objective import (
     MONITORS,
     Summary,
     estimator_summaries,
     kl_loss,
+    loss_part,
+    reward_part,
     token_terms,
     weighted_score,
 )
@@ -48,7 +51,7 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 TRUTH = {"own-value:k1": 1.0, "future:full": 1.0}
 _FULL = estimator("full")
-EXACT_COORDINATES = 1 << 16
+COORDINATES = 1 << 14
 
 
 # ---------------------------------------------------------------------------------------- Rao-Blackwellised fields
@@ -94,10 +97,19 @@ def fields(configuration: Configuration) -> dict[str, float]:
         found[f"own-value:{est}"] = scale
     if configuration.in_reward and configuration.credit != "token":
         found[f"future:{_mean_of(est)}"] = scale
-    if configuration.in_loss:
+    if configuration.in_loss and est.name != "k1":  # k1's slope is 1, and sum_v pi(v) p_v = 0
         name = "own-value:k1" if est.full else f"own-slope:{est}"  # pi(v) delta(v) is the slope of the full KL
         found[name] = found.get(name, 0.0) + scale
     return found
+
+
+def parts(configuration: Configuration) -> tuple[Configuration, ...]:
+    """The reward and the loss part: the sampled gradient is their sum, and parts are shared between configurations."""
+    return (
+        (reward_part(configuration), loss_part(configuration))
+        if configuration.placement == "both"
+        else (configuration,)
+    )
 
 
 def _wanted(configurations: Sequence[Configuration]) -> list[str]:
@@ -145,8 +157,8 @@ def field_loss(name: str, terms: dict[str, Tensor], mask: Tensor, group: int) ->
 class Sketch:
     """Gradients as rows of numbers: all coordinates, or a count sketch of them.
 
-    A count sketch adds every coordinate, with a random sign, to one of k bins: inner products keep their mean, and a
-    squared norm is off by a relative sqrt(2 / k) at most (one standard deviation; 0.55 % for k = 65,536).
+    A count sketch adds every coordinate, with a random sign, to one of k bins: inner products keep their mean, a
+    squared norm to a relative sqrt(2 / k) at most (one standard deviation; 1.1 % for k = 16,384).
     """
 
     def __init__(self, coordinates: int, size: int, seed: int, device: torch.device) -> None:
@@ -198,7 +210,7 @@ class Setting:
     lengths: Sequence[int] = (4, 8)
     samples: int = 8
     parameters: str = "all"
-    coordinates: int = EXACT_COORDINATES
+    coordinates: int = COORDINATES
     chunk: int = 1 << 24
     temperature: float = 1.0
 
@@ -241,6 +253,8 @@ def probe(
     """
     import pandas as pd
 
+    from klgrad.analysis.results import COLUMNS
+
     if trials < 3 or setting.samples < 2:
         raise ValueError(f"{trials} trials of {setting.samples} samples: take at least 3 trials and 2 samples a prompt")
     if not configurations:
@@ -248,14 +262,19 @@ def probe(
     check_same_vocabulary(setting.policy, setting.reference)
     drawn = run_trials(setting, configurations, trials=trials, seed=seed, progress=progress)
     n = setting.samples * len(setting.prompts)
-    rows = [
-        _row(name, configuration, length, drawn[length], n)
-        for configuration in configurations
-        for length in sorted(setting.lengths)
-    ]
-    from klgrad.analysis.results import COLUMNS
-
-    return pd.DataFrame(_with_intervals(rows), columns=[*COLUMNS, "relative_bias_error"])
+    rows = []
+    for configuration in configurations:
+        for length in sorted(setting.lengths):
+            at = drawn[length]
+            truth, expected = combine(TRUTH, at.fields), combine(fields(configuration), at.fields)
+            head = {
+                "preset": name, "configuration": str(configuration), "estimator": str(configuration.estimator),
+                "placement": configuration.placement, "length": int(length), "source": "monte_carlo",
+                "kl": float(at.kl.mean()),
+            }  # fmt: skip
+            sampled, value = at.sampled[str(configuration)], at.values[str(configuration)]
+            rows.append({**head, **statistics.row(truth, expected, sampled, value, n)})
+    return pd.DataFrame(statistics.with_intervals(rows), columns=[*COLUMNS, "relative_bias_error"])
 
 
 def run_trials(
@@ -273,7 +292,9 @@ def run_trials(
     summaries = _summaries(names, configurations)
     device = chosen[0].device
     sketch = Sketch(sum(p.numel() for p in chosen), setting.coordinates, seed, device)
-    prompts, real = (x.repeat_interleave(setting.samples, 0).to(device) for x in pad_prompts(setting.prompts, setting.pad))
+    prompts, real = (
+        x.repeat_interleave(setting.samples, 0).to(device) for x in pad_prompts(setting.prompts, setting.pad)
+    )
     generator = torch.Generator(device).manual_seed(seed)
     rows: list[dict[int, dict[str, Any]]] = []
     for trial in range(trials):
@@ -324,9 +345,11 @@ def _one_trial(
             )
         return row
 
+    whole = dict.fromkeys(part for c in configurations for part in parts(c))
+    sampled = {part: gradient(kl_loss(part, terms, mask)) for part in whole}
     return {
         "fields": {name: gradient(field_loss(name, terms, mask, setting.samples)) for name in names},
-        "sampled": {str(c): gradient(kl_loss(c, terms, mask)) for c in configurations},
+        "sampled": {str(c): sum(sampled[part] for part in parts(c)) for c in configurations},
         "kl": float(torch.where(mask, terms["kl"], 0.0).sum(1).mean()),
         "values": {str(c): float(values(c.estimator, terms, mask).sum(1).mean()) for c in configurations},
     }
@@ -345,103 +368,7 @@ def _stack(rows: Sequence[dict[str, Any]]) -> Trials:
     return Trials(stacked("fields"), stacked("sampled"), np.array([row["kl"] for row in rows]), stacked("values"))
 
 
-# ------------------------------------------------------------------------------------------------------ statistics
-
-
 def combine(weights: dict[str, float], found: dict[str, np.ndarray]) -> np.ndarray:
     """``[K, k]`` the weighted sum of fields."""
     first = next(iter(found.values()))
     return sum((w * found[name] for name, w in weights.items()), np.zeros_like(first))
-
-
-def inner(a: np.ndarray, b: np.ndarray) -> tuple[float, np.ndarray]:
-    """Unbiased E[a] . E[b] from ``[K, k]`` rows of independent trials (a U-statistic), and its K leave-one-out values."""
-    n = len(a)
-    each, sa, sb = (a * b).sum(1), a.sum(0), b.sum(0)
-    whole, own = float(sa @ sb), float(each.sum())
-    without = whole - a @ sb - b @ sa + each - (own - each)
-    return (whole - own) / (n * (n - 1)), without / ((n - 1) * (n - 2))
-
-
-def jackknife(without: np.ndarray) -> float:
-    """Standard error from leave-one-out values."""
-    n = len(without)
-    return float(np.sqrt((n - 1) / n * ((without - without.mean()) ** 2).sum()))
-
-
-def _relative_bias(difference: np.ndarray, truth: np.ndarray) -> tuple[float, float]:
-    """|bias| / |true gradient| from U-statistics, and its standard error: of the square, by the delta method."""
-    (square, squares), (size, sizes) = inner(difference, difference), inner(truth, truth)
-    if size <= 0 or (sizes <= 0).any():
-        return math.nan, math.nan
-    ratio, error = square / size, jackknife(squares / sizes)
-    relative = math.sqrt(max(ratio, 0.0))
-    return relative, error / (2 * relative) if relative**2 > error else math.sqrt(error)
-
-
-def _row(name: str, configuration: Configuration, length: int, drawn: Trials, n: int) -> dict[str, Any]:
-    trials = len(drawn.kl)
-    truth, expected = combine(TRUTH, drawn.fields), combine(fields(configuration), drawn.fields)
-    difference = expected - truth
-    off = difference.mean(0)
-    square, _ = inner(difference, difference)
-    size = inner(truth, truth)[0]
-    along, own = inner(expected, truth)[0], inner(expected, expected)[0]
-    relative, error = _relative_bias(difference, truth)
-    sampled, value = drawn.sampled[str(configuration)], drawn.values[str(configuration)]
-    centred = sampled - sampled.mean(0)
-    each = (centred**2).sum(1)
-    variance = n * float(each.sum()) / (trials - 1)
-    return {
-        "preset": name, "configuration": str(configuration), "estimator": str(configuration.estimator),
-        "placement": configuration.placement, "length": int(length), "source": "monte_carlo",
-        "kl": float(drawn.kl.mean()), "gradient_norm": math.sqrt(max(size, 0.0)),
-        "bias": float(np.linalg.norm(off)), "bias_debiased": math.sqrt(max(square, 0.0)),
-        "relative_bias": relative, "relative_bias_error": error,
-        "scale": along / size if size > 0 else math.nan,
-        "cosine": float(np.clip(along / math.sqrt(own * size), -1, 1)) if own > 1e-6 * size > 0 else math.nan,
-        "variance": variance, "estimate": float(value.mean()), "estimate_variance": n * float(value.var(ddof=1)),
-        "samples": n, "trials": trials,
-        **_noise(difference, off), "_relative": _relative_variance(centred, each),
-    }  # fmt: skip
-
-
-def _noise(difference: np.ndarray, off: np.ndarray) -> dict[str, float]:
-    """tr Sigma, tr Sigma^2 and m' Sigma m of the mean over trials; trials x trials, since k may be large."""
-    trials = len(difference)
-    centred = difference - off
-    gram = centred @ centred.T / (trials - 1)
-    trace = float(np.trace(gram))
-    square = max(float((gram**2).sum()) - trace**2 / (trials - 1), 0.0)
-    direction = off / (np.linalg.norm(off) or 1.0)
-    along = float(((centred @ direction) ** 2).sum()) / (trials - 1)
-    return {
-        "_trace": trace / trials, "_square": square / trials**2, "_along": along / trials,
-        "bias_floor": math.sqrt(trace / trials),
-    }  # fmt: skip
-
-
-def _relative_variance(centred: np.ndarray, each: np.ndarray) -> float:
-    """Relative variance of the variance: the trials' own spread, or a normal one's where that is larger."""
-    trials = len(each)
-    if not each.mean() > 0:
-        return 0.0
-    gram = centred @ centred.T / (trials - 1)
-    trace = float(np.trace(gram))
-    normal = 2 * max(float((gram**2).sum()) - trace**2 / (trials - 1), 0.0) / trace**2 / (trials - 1)
-    return max(float(each.var(ddof=1) / each.mean() ** 2 / trials), normal)
-
-
-def _with_intervals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    from klgrad.analysis.intervals import bias_interval, variance_interval
-
-    def column(key: str) -> np.ndarray:
-        return np.array([row[key] for row in rows])
-
-    low, high = bias_interval(column("bias"), column("_trace"), column("_square"), column("_along"))
-    v_low, v_high = variance_interval(column("variance"), column("_relative"))
-    for k, row in enumerate(rows):
-        row.update(bias_low=low[k], bias_high=high[k], variance_low=v_low[k], variance_high=v_high[k])
-    return rows
-
-

@@ -110,7 +110,9 @@ class Recipe:
             raise ValueError(f"token-mean divides by the tokens of the whole batch and micro = {self.micro} splits it")
         loo = self.configuration
         if loo is not None and loo.baseline == "loo" and loo.baseline_value == 0 and self.micro:
-            raise ValueError(f"{loo} couples the whole batch and micro = {self.micro} splits it: write +loo={self.group}")
+            raise ValueError(
+                f"{loo} couples the whole batch and micro = {self.micro} splits it: write +loo={self.group}"
+            )
 
     @property
     def configuration(self) -> Configuration | None:

@@ -6,7 +6,7 @@ Shapes: B sequences, P prompt tokens (padding first), T response tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,11 +50,6 @@ class Rollouts:
         """``[B, T, H]`` the features that predict each response token."""
         features, _ = model.features(self.tokens[:, :-1], self.real[:, :-1])
         return features[:, self.prompt - 1 :]
-
-    def to(self, device: str) -> Rollouts:
-        """The same on another device."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Rollouts(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()})
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
@@ -115,10 +110,7 @@ def sample(
     for _ in range(length):
         features, cache = model.features(new, seen, cache)
         full = log_softmax(model.head(features[:, -1]), temperature or 1.0)
-        if temperature:
-            choice = torch.multinomial(full.exp(), 1, generator=generator)
-        else:
-            choice = full.argmax(-1, keepdim=True)
+        choice = torch.multinomial(full.exp(), 1, generator=generator) if temperature else full.argmax(-1, keepdim=True)
         log_probs.append(torch.where(alive, full.gather(-1, choice)[:, 0], 0.0))
         masks.append(alive)
         tokens, seen, new = torch.cat([tokens, choice], 1), torch.cat([seen, alive[:, None]], 1), choice

@@ -98,8 +98,10 @@ def finished(folder: Path, steps: int) -> bool:
     return (folder / "stopped.txt").exists() or bool(lines and lines[-1]["step"] >= steps)
 
 
-def run(cells: Sequence[Cell], base: Recipe, out: Path, *, processes: int = 2, progress: Progress | None = None) -> None:
-    """Run what is not finished, ``processes`` at a time with one thread each; an interrupted grid goes on where it was."""
+def run(
+    cells: Sequence[Cell], base: Recipe, out: Path, *, processes: int = 2, progress: Progress | None = None
+) -> None:
+    """Run what is not finished, ``processes`` at a time, a thread each; an interrupted grid goes on where it was."""
     from klgrad.harness.train import start
 
     start(recipe_of(cells[0], base))  # a model that is not there is said once, here
@@ -132,7 +134,7 @@ def run(cells: Sequence[Cell], base: Recipe, out: Path, *, processes: int = 2, p
 
 
 def curves(cells: Sequence[Cell], out: Path) -> pd.DataFrame:
-    """One row a run and round: ``configuration, estimator, placement, beta, seed, staleness, step, reward, kl, ...``."""
+    """One row a run and round: ``configuration, beta, seed, staleness, step, reward, kl, ...``."""
     import pandas as pd
 
     from klgrad.harness.checkpoints import read_lines

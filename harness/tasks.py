@@ -1,4 +1,4 @@
-"""Tasks with verifiable rewards: problems to pose, answers to imitate, and a check. A new one is one entry in ``TASKS``.
+"""Tasks with verifiable rewards: problems to pose, answers to imitate, and a check. A new one is an entry in ``TASKS``.
 
 The small ones, ``countdown`` and ``sort``, are written in the characters of ``tiny``. ``reasoning-gym:NAME`` and
 ``math:FILE`` take theirs from packages of the extra ``tasks``, and ``FILE.py:NAME`` is the user's own.

@@ -210,9 +210,7 @@ def draw(run: Run) -> Experience:
     return Experience(rollouts, torch.tensor(rewards, device=recipe.device), run.step)
 
 
-def _optimise(
-    run: Run, experience: Experience, advantages: Tensor, rows: slice, seen: _Statistics, out: Path
-) -> None:
+def _optimise(run: Run, experience: Experience, advantages: Tensor, rows: slice, seen: _Statistics, out: Path) -> None:
     """One optimiser step on some rows, accumulated over what fits in memory."""
     recipe, objective = run.recipe, objective_of(run.recipe)
     run.optimizer.zero_grad(set_to_none=True)
@@ -227,7 +225,7 @@ def _optimise(
         loss = loss * (len(index[cut]) / len(index))
         if not math.isfinite(float(loss.detach())):
             _stop(run, out, "the loss")
-        loss.backward()
+        torch.autograd.backward(loss)
         seen.add(terms, rollouts.mask, counts, objective.configuration, float(loss.detach()))
     limit = recipe.max_norm or math.inf
     norm = float(torch.nn.utils.clip_grad_norm_(run.policy.parameters(), limit))
@@ -323,7 +321,7 @@ def _tensorboard(out: Path) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ValueError("--tensorboard needs the package tensorboard: pip install tensorboard") from None
-    return SummaryWriter(str(out))  # type: ignore[no-untyped-call]
+    return SummaryWriter(str(out))
 
 
 def _write(writer: Any, line: dict[str, Any]) -> None:

@@ -73,6 +73,7 @@ def wheel(tmp_path_factory):
 def test_wheel_holds_exactly_the_package(wheel):
     sources = [*ROOT.glob("*.py"), *(p for part in packages() for p in (ROOT / part).glob("*.py")), ROOT / "py.typed"]
     sources += (ROOT / "analysis" / "entries").glob("*.toml")
+    sources += (ROOT / "harness" / "recipes").glob("*.toml")
     expected = {"klgrad/" + path.relative_to(ROOT).as_posix() for path in sources}
     assert {
         "klgrad/cli.py",

@@ -111,7 +111,11 @@ def test_monitors_are_the_exact_quantities():
     policy, reference = tabular_pair(pair)
     terms = terms_of(policy, reference, *batch_of(pair, 1)[1:], summaries=o.MONITORS)
     p, q = pair.policy.log_probs[0], pair.reference[0]
-    expected = {"kl": (np.exp(p) * (p - q)).sum(), "forward_kl": (np.exp(q) * (q - p)).sum(), "entropy": -(np.exp(p) * p).sum()}
+    expected = {
+        "kl": (np.exp(p) * (p - q)).sum(),
+        "forward_kl": (np.exp(q) * (q - p)).sum(),
+        "entropy": -(np.exp(p) * p).sum(),
+    }
     for name, value in expected.items():
         assert_close(terms[name].detach().numpy(), np.full((16, 1), value))
 
@@ -172,10 +176,12 @@ def test_grpo_of_the_paper_keeps_the_kl_outside_the_mean():
 
 @pytest.mark.parametrize("aggregation", ["sum", "token-mean", "constant"])
 def test_other_aggregations(aggregation):
-    logp, behaviour, reference, mask, a = example(1)
+    logp, behaviour, _, mask, a = example(1)
     token = clipped(logp, behaviour, a[:, None]) * mask
     written = {"sum": token.sum() / 6, "token-mean": token.sum() / mask.sum(), "constant": token.sum() / 6 / 8}
-    objective = o.Objective(None, 0.0, 3, "dr-grpo", aggregation, ratio="token", clip_low=0.2, clip_high=0.2, max_length=8)
+    objective = o.Objective(
+        None, 0.0, 3, "dr-grpo", aggregation, ratio="token", clip_low=0.2, clip_high=0.2, max_length=8
+    )
     loss, _ = o.policy_loss(objective, {"log_probs": logp}, mask, a, behaviour)
     assert_close(*gradients(loss, written[aggregation], logp), 1e-6)
 
@@ -185,9 +191,7 @@ def test_a_clipped_kl_in_the_reward_is_part_of_the_advantage():
     k1 = ((logp - reference) * mask).sum(1).detach()
     loo = (k1.reshape(-1, 3).sum(1, keepdim=True) - k1.reshape(-1, 3)).reshape(-1) / 2
     written = (clipped(logp, behaviour, (a - 0.5 * (k1 - loo))[:, None]) * mask).sum() / 6
-    objective = o.Objective(
-        parse("k1-in-reward+token-ratio+loo=3"), 0.5, 3, ratio="token", clip_low=0.2, clip_high=0.2
-    )
+    objective = o.Objective(parse("k1-in-reward+token-ratio+loo=3"), 0.5, 3, ratio="token", clip_low=0.2, clip_high=0.2)
     loss, _ = o.policy_loss(objective, {"log_probs": logp, "reference": reference}, mask, a, behaviour)
     assert_close(*gradients(loss, written, logp))
 

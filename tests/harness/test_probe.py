@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 
 from klgrad.harness import objective as o  # noqa: E402
 from klgrad.harness import probe as p  # noqa: E402
+from klgrad.harness import statistics  # noqa: E402
 from klgrad.harness.tabular import tabular_pair  # noqa: E402
 
 SIX = [f"{k}-in-{place}" for k in ("k1", "k3") for place in ("reward", "loss", "both")]
@@ -129,10 +130,10 @@ def test_a_sketch_keeps_norms():
 def test_jackknife_and_u_statistic():
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(2, 7, 3))
-    value, without = p.inner(a, b)
+    value, without = statistics.inner(a, b)
     plain = np.mean([a[i] @ b[j] for i in range(7) for j in range(7) if i != j])
     assert_close(value, plain)
-    assert_close(without[2], p.inner(np.delete(a, 2, 0), np.delete(b, 2, 0))[0])
+    assert_close(without[2], statistics.inner(np.delete(a, 2, 0), np.delete(b, 2, 0))[0])
 
 
 @pytest.mark.parametrize(
