@@ -18,7 +18,7 @@ SUMMARY = (
     "configuration", "estimator", "placement", "beta", "staleness", "reward", "kl", "in_domain", "out_of_domain",
 )  # fmt: skip
 _SMOOTH = 9  # rounds in a running mean of the reward
-_FILLS: tuple[Any, ...] = ("full", "none", "left", "bottom")
+_SIZES = (5.0, 3.2)  # of markers: the larger beta is the larger mark
 
 
 def study(curves: pd.DataFrame, table: pd.DataFrame) -> Figure:
@@ -43,13 +43,15 @@ def study(curves: pd.DataFrame, table: pd.DataFrame) -> Figure:
         _over_training(reward, curves, "reward", looks, betas)
         reward.set(title="reward over training", ylabel="mean reward")
         _over_training(kl, curves, "kl", looks, betas)
-        kl.set(title="KL over training", ylabel="exact sequence KL (nats)", yscale="log")
+        kl.set(title="KL over training", ylabel="exact sequence KL (nats)")
         _points(domains, table, "in_domain", "out_of_domain", looks, betas)
         domains.set(title="in-domain against out-of-domain", xlabel="in-domain score", ylabel="out-of-domain score")
         _points(frontier, table, "kl", "reward", looks, betas)
-        frontier.set(
-            title="frontier: reward against KL", xlabel="exact sequence KL (nats)", ylabel="final reward", xscale="log"
-        )
+        frontier.set(title="frontier: reward against KL", xlabel="exact sequence KL (nats)", ylabel="final reward")
+        if (curves["kl"] > 0).any():
+            kl.set_yscale("log")
+        if (table["kl"] > 0).all():
+            frontier.set_xscale("log")
         for axes in (reward, kl):
             axes.set_xlabel("round")
         style.legend(figure, handles, labels)
@@ -86,7 +88,7 @@ def _points(
         errors = [row.get(f"{name}_error", np.nan) for name in (x, y)]
         axes.errorbar(
             row[x], row[y], xerr=_bar(errors[0]), yerr=_bar(errors[1]), color=look.colour, marker=look.marker,
-            fillstyle=_FILLS[rank % len(_FILLS)], markersize=4.5, markeredgewidth=0.9, elinewidth=0.7,
+            markerfacecolor=look.face, markersize=_SIZES[min(rank, 1)], markeredgewidth=0.9, elinewidth=0.7,
             linestyle="none", label=f"{row['configuration']} {row['beta']:g}",
         )  # fmt: skip
 
@@ -101,8 +103,7 @@ def _legend(looks: dict[str, style.Look], betas: Sequence[float]) -> tuple[list[
     for rank, beta in enumerate(betas):
         width, opacity = _width(beta, betas)
         handles.append(Line2D(
-            [], [], color="0.3", linewidth=width, alpha=opacity, marker="o", fillstyle=_FILLS[rank % len(_FILLS)],
-            markersize=4.5,
+            [], [], color="0.3", linewidth=width, alpha=opacity, marker="o", markersize=_SIZES[min(rank, 1)],
         ))  # fmt: skip
         labels.append(f"beta = {beta:g}")
     return handles, labels

@@ -1,6 +1,12 @@
 """A causal LM of a few thousand parameters, made once: the whole path runs on it in seconds."""
 
+import os
+
 import pytest
+
+os.environ["HF_HUB_OFFLINE"] = (
+    "1"  # a name that is not at hand is then said at once; read when transformers is imported
+)
 
 
 @pytest.fixture(scope="session")

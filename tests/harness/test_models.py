@@ -85,7 +85,9 @@ def test_perturbation_leaves_the_original_alone(loaded):
 
 def test_choice_of_parameters(loaded):
     model, _ = loaded
-    names = {choice: [n for n, _ in models.select_parameters(model, choice)] for choice in ("all", "last-block", "norm")}
+    names = {
+        choice: [n for n, _ in models.select_parameters(model, choice)] for choice in ("all", "last-block", "norm")
+    }
     assert len(names["all"]) > len(names["last-block"]) > 0
     assert all(".layers.0." in name for name in names["last-block"])
     assert all("norm" in name for name in names["norm"])

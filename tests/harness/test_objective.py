@@ -93,7 +93,7 @@ def test_coefficients_are_the_bridge_s(name):
 def test_chunks_change_nothing():
     pair = preset("words")
     policy, reference = tabular_pair(pair)
-    _, tokens, mask = batch_of(pair, 3)
+    _, tokens, mask = batch_of(pair, 2)
     found = []
     summaries = {**o.estimator_summaries(parse("full-in-loss").estimator), **o.MONITORS}
     for chunk in (1 << 30, 1000):

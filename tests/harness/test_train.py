@@ -1,4 +1,4 @@
-"""The loop: exact resume, staleness, minibatches, memory splits, resets, no reference at beta 0, stops that lose nothing."""
+"""The loop: exact resume, staleness, minibatches, memory splits, resets, no reference at beta 0, safe stops."""
 
 import json
 
@@ -96,12 +96,12 @@ def test_any_configuration_trains(recipe, tmp_path, kl):
 
 
 def test_a_strong_full_kl_holds_the_policy(recipe, tmp_path):
-    """beta = 50 against none, same seed: the exact KL after the same rounds is at least three times smaller."""
+    """The exact per-token KL in the loss has no noise: with a weight of 50 the policy stays three times nearer."""
     found = [
-        t.train(recipe(kl="full-in-both", beta=beta, steps=8, learning_rate=3e-3, max_norm=0.0), tmp_path / str(beta))
+        t.train(recipe(kl="full-in-loss", beta=beta, steps=8, learning_rate=3e-3), tmp_path / str(beta))[-1]["kl"]
         for beta in (0.0, 50.0)
     ]
-    assert found[1][-1]["kl"] < found[0][-1]["kl"] / 3
+    assert found[1] < found[0] / 3
 
 
 def test_what_is_not_finite_stops_with_the_state_saved(recipe, tmp_path, monkeypatch):
@@ -112,7 +112,7 @@ def test_what_is_not_finite_stops_with_the_state_saved(recipe, tmp_path, monkeyp
         return loss * (float("nan") if (tmp_path / "metrics.jsonl").exists() else 1.0), counts
 
     monkeypatch.setattr(t, "policy_loss", poisoned)
-    with pytest.raises(t.Stopped, match="the loss is not finite in round 2: .*stopped-1"):
+    with pytest.raises(t.Stopped, match=r"the loss is not finite in round 2: .*stopped-1"):
         t.train(recipe(), tmp_path)
     assert (tmp_path / "stopped-1" / "model.safetensors").is_file()
     assert len(checkpoints.read_lines(tmp_path / "metrics.jsonl")) == 1
@@ -141,7 +141,7 @@ def test_other_recipes_do_not_mix(recipe, tmp_path):
     t.train(recipe(steps=1), tmp_path)
     with pytest.raises(ValueError, match="holds a run already"):
         t.train(recipe(steps=1), tmp_path)
-    with pytest.raises(ValueError, match="trained with beta = 0.1"):
+    with pytest.raises(ValueError, match=r"trained with beta = 0\.1"):
         t.train(recipe(beta=0.2), tmp_path, resume=True)
     assert len(t.train(recipe(steps=2), tmp_path, resume=True)) == 2
 

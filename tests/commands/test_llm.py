@@ -1,0 +1,123 @@
+"""`klgrad llm`: each command end to end on a model of a few thousand parameters, and wrong input in one sentence."""
+
+import json
+import os
+
+os.environ["HF_HUB_OFFLINE"] = (
+    "1"  # a name that is not at hand is then said at once; read when transformers is imported
+)
+
+import pandas as pd
+import pytest
+from click.testing import CliRunner
+
+from klgrad import cli
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+SMALL = (
+    *("--set", "steps=2", "--set", "batch=2", "--set", "group=2"),
+    *("--set", "kl=k3-in-loss", "--set", "evaluate_problems=4"),
+)
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli.main, ["llm", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The smallest pretraining that the command does."""
+    folder = tmp_path_factory.mktemp("llm") / "model"
+    done = run("pretrain", "--steps", "2", "--batch", "4", "--out", folder)
+    assert done.exit_code == 0, done.output
+    assert "446,496 parameters" in done.output
+    return folder
+
+
+def test_probe_ends_in_the_foundation_s_table_and_figure(model, tmp_path):
+    from klgrad.analysis.results import COLUMNS
+
+    done = run(
+        "probe", "--policy", model, "--lengths", "1,2", "--prompts", "1", "--samples", "2", "--trials", "3",
+        "--parameters", "last-block", "--config", "k3-in-loss", "--config", "k1-in-reward", "--out", tmp_path,
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "peak memory" in done.output
+    frame = pd.read_csv(tmp_path / "probe.csv")
+    assert list(frame.columns)[: len(COLUMNS)] == list(COLUMNS)
+    assert (frame.loc[frame.configuration == "k1-in-reward", "bias"] == 0).all()
+    manifest = json.loads((tmp_path / "probe.json").read_text())["manifest"]
+    assert manifest["request"]["parameters"] == "last-block"
+    assert (tmp_path / "probe.png").stat().st_size > 10_000
+
+
+def test_train_evaluate_and_go_on(model, tmp_path):
+    out = tmp_path / "run"
+    done = run("train", "tiny-rloo", "--set", f"model={model}", *SMALL, "--out", out)
+    assert done.exit_code == 0, done.output
+    assert "round 2: reward" in done.output
+    again = run("train", "tiny-rloo", "--set", f"model={model}", *SMALL, "--set", "steps=3", "--resume", "--out", out)
+    assert again.exit_code == 0, again.output
+    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    scores = run(
+        "evaluate",
+        out / "step-3",
+        "--reference",
+        model,
+        "--task",
+        "sort",
+        "--problems",
+        "3",
+        "--samples",
+        "2",
+        "--json",
+    )
+    (row,) = json.loads(scores.output)
+    assert row["kl"] >= 0
+    assert row["entropy"] > 0
+    assert 0 <= row["mean"] <= 1
+
+
+def test_plan(model):
+    found = json.loads(run("plan", "tiny-rloo", "--set", f"model={model}", *SMALL, "--measure", "--json").output)
+    assert found["parameters"] == 446_496
+    assert found["hours"] > 0
+    text = run("plan", "math-qwen2.5-7b-rloo").output
+    assert "327,680,000" in text
+
+
+def test_study_and_recipes(model, tmp_path):
+    done = run(
+        "study", "--set", f"model={model}", *SMALL, "--kl", "no KL", "--kl", "k1-in-reward", "--beta", "1",
+        "--seeds", "1", "--staleness", "0", "--processes", "1", "--out", tmp_path,
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "k1-in-reward" in done.output
+    assert len(pd.read_csv(tmp_path / "study.csv")) == 2
+    assert (tmp_path / "study-staleness-0.png").exists()
+    assert "tiny-async" in run("recipes").output
+    assert json.loads(run("recipes", "--json").output)["tiny-grpo"]["kl_aggregation"] == "outside"
+
+
+BAD = {
+    ("probe", "--policy", "nowhere"): "neither a folder nor a hub name",
+    ("probe", "--task", "contdown"): "did you mean 'countdown'",
+    ("train", "tiny-rlo"): "did you mean 'tiny-rloo'",
+    ("train", "tiny-rloo", "--set", "beta"): "write KEY=VALUE",
+    ("train", "tiny-rloo", "--set", "model=nowhere"): "neither a folder nor a hub name",
+    ("plan", "none.toml"): "does not exist",
+    ("pretrain", "--task", "soort", "--steps", "1"): "did you mean 'sort'",
+    ("study", "--kl", "k9-in-loss"): "unknown estimator",
+    ("evaluate", "nowhere"): "neither a folder nor a hub name",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD)
+def test_bad_input_is_one_sentence_and_exit_code_2(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run(*arguments)
+    assert done.exit_code == 2, done.output
+    assert BAD[arguments] in done.output
+    assert "Traceback" not in done.output
