@@ -6,18 +6,25 @@ BIN := $(VENV)/bin
 BASE := $(VENV)/.base
 DEV := $(VENV)/.dev
 AUDIT := $(VENV)/audit
+LLM := $(VENV)/.llm
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
 # An environment that was moved, or has lost its Python, is made anew.
-$(shell [ -x $(BIN)/python ] && grep -qxF -- "$(CURDIR)" $(BASE) 2>/dev/null || rm -f $(BASE) $(DEV))
+$(shell [ -x $(BIN)/python ] && grep -qxF -- "$(CURDIR)" $(BASE) 2>/dev/null || rm -f $(BASE) $(DEV) $(LLM))
 
-.PHONY: help figure1 test check slow bench audit docs clean
+.PHONY: help figure1 llm test check slow bench audit docs clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/make \1 - \2/p' $(firstword $(MAKEFILE_LIST))
 
 figure1: $(BASE) ## regenerate Figure 1 into out/: png, pdf, csv, json
 	$(BIN)/klgrad figure1 --seed 0 --out out
+
+llm: export OMP_NUM_THREADS = 1# a model this small loses more to threads than it gains
+llm: $(LLM) ## teach a tiny language model, train it with a KL, and draw its Figure 1 into out/
+	$(BIN)/klgrad llm pretrain --out out/tiny
+	$(BIN)/klgrad llm train tiny-rloo --set steps=30 --resume --out out/llm
+	$(BIN)/klgrad llm probe --policy out/llm/step-30 --reference out/tiny --out out
 
 test: check ## lint, types, and every test that is not slow
 	$(BIN)/python -m pytest -n 2
@@ -51,6 +58,11 @@ $(BASE): pyproject.toml constraints.txt
 	@echo "installing klgrad and what it needs into $(VENV) (once)"
 	@$(PIP) -e .
 	@echo "$(CURDIR)" > $@
+
+$(LLM): $(BASE)
+	@echo "installing what language models need into $(VENV) (once)"
+	@$(PIP) -e ".[llm]"
+	@touch $@
 
 $(DEV): $(BASE)
 	@echo "installing the development tools into $(VENV) (once)"

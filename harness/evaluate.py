@@ -50,9 +50,8 @@ def evaluate(
     Raises:
         ValueError: for an unknown task, empty data, or prompts that do not fit.
     """
-    posed = take(task(name).problems("test", 0), problems)
     judge = task(name)
-    list(zip(range(1), judge.problems("test", 0), strict=False))  # a task may need its data before it can judge
+    posed = take(judge.problems("test", 0), problems)
     prompts = [encoded(tokenizer, problem) for problem in posed]
     generator = torch.Generator(device).manual_seed(seed)
 

@@ -33,8 +33,8 @@ class LanguageModel(Protocol):
     def context_window(self) -> int | None:
         """The most tokens it can read; ``None`` for any number."""
 
-    def features(self, tokens: Tensor, mask: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
-        """``[B, L, H]`` features of new tokens ``[B, L]``, and the cache for the next call.
+    def features(self, tokens: Tensor, mask: Tensor, cache: Any = None, *, keep: bool = False) -> tuple[Tensor, Any]:
+        """``[B, L, H]`` features of new tokens ``[B, L]``, and with ``keep`` the cache for the next call.
 
         ``mask [B, past + L]`` is True for real tokens, those in the cache included; padding comes first.
         """
@@ -75,10 +75,9 @@ class CausalLM(nn.Module):
         window = getattr(self.model.config, "max_position_embeddings", None)
         return None if window is None else int(window)
 
-    def features(self, tokens: Tensor, mask: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+    def features(self, tokens: Tensor, mask: Tensor, cache: Any = None, *, keep: bool = False) -> tuple[Tensor, Any]:
         """See ``LanguageModel``."""
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-        keep = cache is not None or not torch.is_grad_enabled()
         given = {
             "input_ids": tokens, "attention_mask": mask.long(), "position_ids": positions,
             "past_key_values": cache, "use_cache": keep,

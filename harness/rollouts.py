@@ -108,7 +108,7 @@ def sample(
     masks, log_probs = [], []
     new = prompts
     for _ in range(length):
-        features, cache = model.features(new, seen, cache)
+        features, cache = model.features(new, seen, cache, keep=True)
         full = log_softmax(model.head(features[:, -1]), temperature or 1.0)
         choice = torch.multinomial(full.exp(), 1, generator=generator) if temperature else full.argmax(-1, keepdim=True)
         log_probs.append(torch.where(alive, full.gather(-1, choice)[:, 0], 0.0))

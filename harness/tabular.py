@@ -43,7 +43,9 @@ class TabularPolicy(nn.Module):
         """Any length."""
         return None
 
-    def features(self, tokens: Tensor, mask: Tensor, cache: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def features(
+        self, tokens: Tensor, mask: Tensor, cache: Tensor | None = None, *, keep: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """``[B, L, 1]`` the context after each token, and the last one as the cache of a later call."""
         assert isinstance(self.next_context, Tensor)
         if cache is None:

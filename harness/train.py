@@ -148,7 +148,11 @@ def _problems(recipe: Recipe) -> Iterator[tuple[Task, Problem]]:
     """Problems of the tasks in turn, from one stream a run."""
     sources = [(judge, judge.problems("train", recipe.seed)) for judge in map(task, recipe.tasks)]
     for judge, stream in itertools.cycle(sources):
-        yield judge, next(stream)
+        for problem in itertools.islice(stream, 1):
+            yield judge, problem
+            break
+        else:
+            return  # one task's data is used up
 
 
 def objective_of(recipe: Recipe) -> Objective:

@@ -1,6 +1,6 @@
 """Dependencies point one way, and the light entry points stay light.
 
-``cli -> commands -> figures, harness, analysis -> synth``: read from the source with ``ast``, imports inside
+``cli -> commands -> figures, harness -> analysis -> synth``: read from the source with ``ast``, imports inside
 functions and under TYPE_CHECKING included. What a start really loads is asked of a fresh interpreter.
 """
 

@@ -171,3 +171,14 @@ def test_tensorboard_is_written(recipe, tmp_path):
     pytest.importorskip("tensorboard")
     t.train(recipe(steps=1), tmp_path, tensorboard=True)
     assert list(tmp_path.glob("events.out.tfevents.*"))
+
+
+def test_data_that_runs_out_is_said(recipe, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from klgrad.harness.tasks import Problem\n"
+        "class Few:\n"
+        "    def problems(self, split, seed):\n        yield from [Problem('s1=', '1')] * 5\n"
+        "    def reward(self, problem, response):\n        return 1.0\n"
+    )
+    with pytest.raises(ValueError, match="only 1 problems left: batch = 4 needs more data"):
+        t.train(recipe(tasks=(f"{tmp_path / 'mine.py'}:Few",)), tmp_path / "out")
