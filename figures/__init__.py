@@ -3,12 +3,8 @@
 from klgrad.figures.figure1 import figure1, figure1_caption
 from klgrad.figures.growth import growth
 from klgrad.figures.page import page, svg, table
-from klgrad.figures.style import save as save_figure
-from klgrad.figures.table1 import table1
-
-__all__ = ["figure1", "figure1_caption", "growth", "page", "save_figure", "svg", "table", "table1"]
 from klgrad.figures.study import study
 from klgrad.figures.style import save as save_figure
 from klgrad.figures.table1 import table1
 
-__all__ = ["figure1", "figure1_caption", "growth", "save_figure", "study", "table1"]
+__all__ = ["figure1", "figure1_caption", "growth", "page", "save_figure", "study", "svg", "table", "table1"]
