@@ -1,0 +1,1 @@
+"""Training under each configuration: exact and sampled updates, fixed points, curl, stability."""

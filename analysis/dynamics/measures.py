@@ -1,0 +1,99 @@
+"""Exact measures of many policies at once: objective, reward, KLs, entropy, and the gradient of the objective.
+
+The single-policy twins are ``synth.exact`` and ``synth.objectives``. Shapes: C runs, S contexts, V tokens, T length,
+d parameters.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from klgrad.synth.objectives import Family, best
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+MEASURES = ("objective", "reward", "kl", "forward_kl", "entropy", "out_of_domain", "gap")
+
+
+class Measures:
+    """Measures of the policies of C runs of one task, by one pass forward and one back over the tokens.
+
+    Args:
+        family: the task's policies.
+        beta: ``[C]`` each run's coefficient of the KL.
+    """
+
+    def __init__(self, family: Family, beta: Float[np.ndarray, " C"]) -> None:
+        self.family, self.beta = family, np.asarray(beta, float)
+        task = family.task
+        automaton, C = task.pair.automaton, len(self.beta)
+        S, V = automaton.next_context.shape
+        self.next = automaton.next_context
+        self.to = (np.arange(C)[:, None, None] * S + automaton.next_context).ravel()
+        self.alive = automaton.alive[:, None]
+        self.features = family.features.reshape(S * V, -1)
+        with np.errstate(divide="ignore"):
+            self.reference = task.pair.reference
+        self.reference_visits = self._visits(np.exp(self.reference)[None] * self.alive)[1][0]
+        objectives = {b: best(task, b).objective for b in set(self.beta.tolist())}
+        self.optimal = np.array([objectives[b] for b in self.beta.tolist()])
+
+    def log_probs(self, theta: Float[np.ndarray, "C d"]) -> Float[np.ndarray, "C S V"]:
+        """``[C, S, V]`` of each run's policy."""
+        logits = (theta @ self.features.T).reshape(len(theta), *self.next.shape)
+        shifted = logits - logits.max(axis=2, keepdims=True)
+        return shifted - np.log(np.exp(shifted).sum(axis=2, keepdims=True))
+
+    def to_parameters(self, weight: Float[np.ndarray, "C S V"], probs: np.ndarray) -> Float[np.ndarray, "C d"]:
+        """``[C, d]`` sum of ``weight`` times the score of each token in each context."""
+        on_logits = weight - probs * weight.sum(axis=2, keepdims=True)
+        return on_logits.reshape(len(weight), -1) @ self.features
+
+    def _visits(self, probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """``[T + 1, C, S]`` probability of standing in each context, and ``[C, S]`` tokens emitted there."""
+        task, C = self.family.task, len(probs)
+        S = len(self.next)
+        mass = np.zeros((task.length + 1, C, S))
+        mass[0, :, task.pair.automaton.start] = 1.0
+        to = self.to[: C * self.next.size]
+        for t in range(task.length):
+            flow = mass[t][:, :, None] * probs
+            mass[t + 1] = np.bincount(to, flow.ravel(), C * S).reshape(C, S)
+        return mass, mass[:-1].sum(axis=0) * self.alive[:, 0]
+
+    def __call__(self, log_probs: Float[np.ndarray, "C S V"]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Each of ``MEASURES`` as ``[C]``, and ``[C, d]`` the gradient of each run's objective."""
+        task, beta = self.family.task, self.beta
+        probs = np.exp(log_probs) * self.alive
+        delta = np.where(self.alive, log_probs - self.reference, 0.0)
+        mass, visits = self._visits(probs)
+        kl = (visits * (probs * delta).sum(axis=2)).sum(axis=1)
+        entropy = -(visits * (probs * log_probs).sum(axis=2)).sum(axis=1)
+        reference = np.exp(self.reference) * self.alive
+        forward = ((reference * -delta).sum(axis=2) * self.reference_visits).sum(axis=1)
+
+        def total(edge: np.ndarray, terminal: np.ndarray) -> np.ndarray:
+            return (visits * (probs * edge).sum(axis=2)).sum(axis=1) + mass[-1] @ terminal
+
+        reward = total(task.reward.edge, task.reward.terminal)
+        objective = reward - beta * kl
+        found = {
+            "objective": objective,
+            "reward": reward,
+            "kl": kl,
+            "forward_kl": forward,
+            "entropy": entropy,
+            "out_of_domain": total(task.out_of_domain.edge, task.out_of_domain.terminal),
+            "gap": self.optimal - objective,
+        }
+        paid = task.reward.edge - beta[:, None, None] * delta
+        weight = visits[:, :, None] * paid
+        to_go = np.broadcast_to(task.reward.terminal, mass[0].shape)
+        for t in reversed(range(task.length)):
+            ahead = to_go[:, self.next]
+            weight += mass[t][:, :, None] * ahead
+            to_go = (probs * (paid + ahead)).sum(axis=2)
+        return found, self.to_parameters(probs * weight, probs)

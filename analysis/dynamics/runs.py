@@ -1,0 +1,244 @@
+"""Many training runs: in blocks that are seeded, stored and resumed, on several processes, into one tidy table.
+
+A block is the runs of one algorithm and one seed, at most ``BLOCK`` of them. What a run does depends on its own
+settings and seed alone, so neither the blocks nor the number of workers changes a number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from klgrad.analysis.dynamics.recipes import NONE, Run
+from klgrad.analysis.dynamics.training import RECORDED, Record, train
+from klgrad.analysis.montecarlo import fingerprint
+from klgrad.files import write_whole
+from klgrad.synth.objectives import Family
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pandas as pd
+    from jaxtyping import Float
+
+FORMAT = 1  # of stored blocks: raise it when the same seed gives other numbers
+BLOCK = 20
+_MOST_ENTRIES = 1 << 27
+
+Progress = Callable[[int, int], None]
+ALGORITHM = (
+    "advantage", "samples", "group", "clip", "ratio", "truncation", "minibatches", "staleness", "optimiser",
+    "reset_every",
+)  # fmt: skip
+COLUMNS = (
+    "task", "configuration", "estimator", "placement", "beta", "learning_rate", *ALGORITHM, "source", "seed",
+    "step", *RECORDED, "collapsed", "cause",
+)  # fmt: skip
+
+
+def blocks(runs: Sequence[Run]) -> list[list[int]]:
+    """Indices of the runs of each block: one algorithm and seed, configurations side by side."""
+    order = sorted(range(len(runs)), key=lambda i: (repr(runs[i].algorithm), runs[i].seed, runs[i].configuration, i))
+    found: list[list[int]] = []
+    for i in order:
+        last = runs[found[-1][0]] if found else None
+        same = last is not None and (last.algorithm, last.seed) == (runs[i].algorithm, runs[i].seed)
+        if same and len(found[-1]) < BLOCK:
+            found[-1].append(i)
+        else:
+            found.append([i])
+    return found
+
+
+def study(
+    family: Family,
+    runs: Sequence[Run],
+    steps: int,
+    start: Float[np.ndarray, " d"],
+    *,
+    expected: bool = False,
+    every: int = 1,
+    workers: int = 1,
+    store: Path | None = None,
+    progress: Progress | None = None,
+) -> pd.DataFrame:
+    """Train all the runs and tabulate them.
+
+    Args:
+        family: the task and its policies.
+        steps: K updates of each.
+        start: ``[d]`` parameters to start from.
+        expected: follow expected updates exactly; seeds then make no difference.
+        every: keep every so many steps, and the last.
+        workers: processes; the numbers do not depend on it. More than one needs a main module that can be imported.
+        store: a folder for finished blocks; those already there are taken up.
+        progress: called with (blocks done, blocks in all).
+
+    Returns:
+        A frame with ``COLUMNS``: one row per run and kept step. ``collapsed`` is the step at which the run left the
+        finite, -1 for none; its measures are missing from there on.
+
+    Raises:
+        ValueError: for no runs, no steps, an update without exact form, or more than fits.
+    """
+    if not runs:
+        raise ValueError("no runs: give at least one configuration")
+    if steps < 1 or every < 1:
+        raise ValueError(f"steps = {steps} and every = {every} must be 1 or more")
+    if len(runs) * (steps + 1) * len(RECORDED) > _MOST_ENTRIES:
+        raise ValueError(f"{len(runs)} runs of {steps} steps do not fit in memory: take fewer, or shorter ones")
+    todo = blocks(runs)
+    folder = None if store is None else store_of(store, family, runs, steps, start, expected=expected)
+    records: dict[int, tuple[Record, int]] = {}
+    for index, record in _records(family, runs, steps, start, expected, todo, workers, folder, progress):
+        records.update({i: (record, row) for row, i in enumerate(todo[index])})
+    kept = np.unique(np.append(np.arange(0, steps + 1, every), steps))
+    return _tabulate(family, runs, kept, records, expected=expected)
+
+
+def store_of(
+    store: Path, family: Family, runs: Sequence[Run], steps: int, start: np.ndarray, *, expected: bool = False
+) -> Path:
+    """The folder below ``store`` that holds this request's finished blocks."""
+    task, digest = family.task, hashlib.sha256()
+    for array in (task.reward.edge, task.reward.terminal, task.out_of_domain.edge, task.out_of_domain.terminal, start):
+        digest.update(np.ascontiguousarray(array, float).tobytes())
+    request = (FORMAT, fingerprint(task.pair), digest.hexdigest(), task.length, steps, expected, list(runs))
+    return store / hashlib.sha256(repr(request).encode()).hexdigest()[:16]
+
+
+def _records(
+    family: Family,
+    runs: Sequence[Run],
+    steps: int,
+    start: np.ndarray,
+    expected: bool,
+    todo: list[list[int]],
+    workers: int,
+    folder: Path | None,
+    progress: Progress | None,
+) -> Iterator[tuple[int, Record]]:
+    """(block, record) as they are done; stored ones first."""
+    done = 0
+
+    def finished() -> None:
+        nonlocal done
+        done += 1
+        if progress:
+            progress(done, len(todo))
+
+    open_blocks = []
+    for index in range(len(todo)):
+        stored = None if folder is None else _load(folder, index, (len(todo[index]), steps + 1, len(RECORDED)))
+        if stored is None:
+            open_blocks.append(index)
+            continue
+        yield index, stored
+        finished()
+    jobs = [(index, (family, [runs[i] for i in todo[index]], steps, start, expected)) for index in open_blocks]
+    for index, record in _work(jobs, workers):
+        if folder is not None:
+            _save(folder, index, record)
+        yield index, record
+        finished()
+
+
+def _job(arguments: tuple[Family, list[Run], int, np.ndarray, bool]) -> Record:
+    family, runs, steps, start, expected = arguments
+    return train(family, runs, steps, start, expected=expected)
+
+
+def _quiet_interrupt() -> None:
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; a worker finishes its block
+
+
+def _work(jobs: list[tuple[int, Any]], workers: int) -> Iterator[tuple[int, Record]]:
+    """Yield (block, record); processes, because small arrays leave threads waiting for the interpreter's lock."""
+    if workers <= 1 or len(jobs) <= 1:
+        for index, job in jobs:
+            yield index, _job(job)
+        return
+    from concurrent.futures import ProcessPoolExecutor, as_completed
+    from multiprocessing import get_context
+
+    pool = ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn"), _quiet_interrupt)
+    try:
+        waiting = {pool.submit(_job, job): index for index, job in jobs}
+        for future in as_completed(waiting):
+            yield waiting[future], future.result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+# ----------------------------------------------------------------------------------------------- store and table
+
+
+def _path(folder: Path, index: int) -> Path:
+    return folder / f"block-{index}.npz"
+
+
+def _load(folder: Path, index: int, shape: tuple[int, ...]) -> Record | None:
+    """A finished block, or None where there is none or it cannot be read."""
+    import zipfile
+
+    broken = (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile)
+    with suppress(*broken), _path(folder, index).open("rb") as file:
+        stored = np.load(file)
+        record = Record(stored["measures"], stored["theta"], stored["collapsed"], tuple(stored["causes"].tolist()))
+        if record.measures.shape == shape:
+            return record
+    return None
+
+
+def _save(folder: Path, index: int, record: Record) -> None:
+    import io
+
+    folder.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()
+    np.savez(
+        buffer, measures=record.measures, theta=record.theta, collapsed=record.collapsed, causes=np.array(record.causes)
+    )
+    write_whole(_path(folder, index), buffer.getvalue())
+
+
+def _tabulate(
+    family: Family, runs: Sequence[Run], kept: np.ndarray, records: dict[int, tuple[Record, int]], *, expected: bool
+) -> pd.DataFrame:
+    import pandas as pd
+
+    columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+    for i, run in enumerate(runs):
+        record, row = records[i]
+        estimator, _, place = run.configuration.partition("-in-")
+        same = {
+            "task": family.task.pair.name,
+            "configuration": run.configuration,
+            "estimator": estimator,
+            "placement": place.partition("+")[0] or NONE,
+            "beta": run.beta,
+            "learning_rate": run.learning_rate,
+            **asdict(run.algorithm),
+            "source": "expected" if expected else "sampled",
+            "seed": run.seed,
+            "collapsed": int(record.collapsed[row]),
+            "cause": record.causes[row],
+        }
+        for name, value in same.items():
+            columns[name].extend([value] * len(kept))
+        columns["step"].extend(kept.tolist())
+        for k, name in enumerate(RECORDED):
+            columns[name].extend(record.measures[row, kept, k].tolist())
+    return pd.DataFrame(columns, columns=list(COLUMNS))
+
+
+def ends(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row per run: its last kept step."""
+    keys = [name for name in COLUMNS[: COLUMNS.index("step")] if name not in ("estimator", "placement")]
+    return frame.sort_values("step", kind="stable").groupby(keys, sort=False).tail(1).sort_index(ignore_index=True)
