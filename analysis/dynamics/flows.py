@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jaxtyping import Complex, Float
 
 STEP = 1e-5  # of the central differences: their error is its square
+_ROUNDING = 1e-9  # what those differences make of a field that is zero
 SETTLED = 1e-9  # norm of a field that has come to rest, in the units of its start
 _LONGEST = 1e7  # tau after which a trajectory that has not settled is said not to
 RUNAWAY = 200.0  # a parameter this far out leaves no doubt: its softmax differs from a limit by exp(-200)
@@ -40,15 +41,15 @@ def field_of(
     return field
 
 
-def trajectory(field: Field, start: Float[np.ndarray, " d"], times: Sequence[float]) -> Float[np.ndarray, "K d"]:
-    """``[K, d]`` the solution of the ODE at the times; NaN from where it leaves the finite.
+def trajectory(
+    family: Family, field: Field, start: Float[np.ndarray, " d"], times: Sequence[float]
+) -> Float[np.ndarray, "K d"]:
+    """``[K, d]`` the solution of the ODE at the times; NaN from where a parameter has run away.
 
     Args:
         start: ``[d]`` parameters at time 0.
         times: rising, 0 or more.
     """
-    from scipy.integrate import solve_ivp
-
     wanted = np.asarray(times, float)
     if wanted.size == 0 or (np.diff(wanted) < 0).any() or wanted[0] < 0:
         raise ValueError("times must rise and not be negative")
@@ -56,25 +57,37 @@ def trajectory(field: Field, start: Float[np.ndarray, " d"], times: Sequence[flo
     out[wanted == 0] = start
     later = np.unique(wanted[wanted > 0])
     if later.size:
-        solved = _solve(solve_ivp, field, start, float(later[-1]), t_eval=later)
-        for time, theta in zip(solved.t, solved.y.T, strict=True):
-            out[wanted == time] = theta
+        solved = _solve(family, field, start, float(later[-1]), 1e-9, t_eval=later)
+        for time, moved in zip(solved.t, solved.y.T, strict=True):
+            out[wanted == time] = start + family.basis @ moved
     return out
 
 
-def _solve(solver: Any, field: Field, start: np.ndarray, end: float, **options: Any) -> Any:
-    """LSODA, as fields become stiff when policies become certain; stops where a parameter has run away."""
+def _solve(family: Family, field: Field, start: np.ndarray, end: float, tolerance: float, **options: Any) -> Any:
+    """The way from ``start`` in the identifiable directions, ``y [r, times]``; stops where a parameter has run away.
 
-    def rate(_: float, theta: np.ndarray) -> np.ndarray:
+    LSODA, as fields become stiff when policies become certain.
+    """
+    from scipy.integrate import solve_ivp
+
+    basis = family.basis
+
+    def place(moved: np.ndarray) -> np.ndarray:
         # a trial step may be absurd: the solver rejects it by its error
-        return np.nan_to_num(field(np.clip(np.nan_to_num(theta), -2 * RUNAWAY, 2 * RUNAWAY)))
+        return np.clip(start + basis @ np.nan_to_num(moved), -2 * RUNAWAY, 2 * RUNAWAY)
 
-    def gone(_: float, theta: np.ndarray) -> float:
-        return RUNAWAY - float(np.abs(theta).max())
+    def rate(_: float, moved: np.ndarray) -> np.ndarray:
+        return np.nan_to_num(basis.T @ field(place(moved)))
+
+    def gone(_: float, moved: np.ndarray) -> float:
+        return RUNAWAY - float(np.abs(start + basis @ moved).max())
 
     gone.terminal = True  # type: ignore[attr-defined]
     with np.errstate(all="ignore"):
-        return solver(rate, (0.0, end), start, method="LSODA", rtol=1e-9, atol=1e-11, events=gone, **options)
+        return solve_ivp(
+            rate, (0.0, end), np.zeros(basis.shape[1]), method="LSODA", rtol=tolerance, atol=tolerance / 100,
+            events=gone, **options,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,14 +131,12 @@ def follow(family: Family, field: Field, start: Float[np.ndarray, " d"], longest
     Args:
         longest: tau after which to give up.
     """
-    from scipy.integrate import solve_ivp
-
     theta, span = np.asarray(start, float), 10.0
     begun = max(float(np.linalg.norm(field(theta))), 1e-12)
     gone, runaway = 0.0, False
     while gone < longest:
-        solved = _solve(solve_ivp, field, theta, span)
-        theta, runaway = solved.y[:, -1], solved.status != 0
+        solved = _solve(family, field, theta, span, 1e-6)
+        theta, runaway = theta + family.basis @ solved.y[:, -1], solved.status != 0
         if runaway:
             break
         gone, span = gone + span, 4 * span
@@ -171,7 +182,7 @@ def jacobian(
 def curl(matrix: Float[np.ndarray, "r r"]) -> float:
     """|J - J'| / |J| (Frobenius): 0 for a gradient, 2 for pure rotation; NaN where the Jacobian is zero [C3]."""
     size = float(np.linalg.norm(matrix))
-    return float(np.linalg.norm(matrix - matrix.T)) / size if size > 0 else np.nan
+    return float(np.linalg.norm(matrix - matrix.T)) / size if size > _ROUNDING else np.nan
 
 
 # ---------------------------------------------------------------------------------------- near the reference
@@ -201,7 +212,7 @@ def pull(
     """
     origin = family.parameters_of(family.task.pair.reference)
     along = family.basis @ (family.basis.T @ np.asarray(direction, float))
-    if not np.linalg.norm(along) > 0:
+    if not np.linalg.norm(along) > 1e-9 * np.linalg.norm(direction):
         raise ValueError("the direction changes no policy")
     along = along / np.linalg.norm(along)
     task = family.task

@@ -15,11 +15,14 @@ from klgrad.synth.objectives import Family, best
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-MEASURES = ("objective", "reward", "kl", "forward_kl", "entropy", "out_of_domain", "gap")
+MEASURES = ("objective", "reward", "kl", "forward_kl", "entropy", "out_of_domain", "gap", "kl_to_optimum")
 
 
 class Measures:
     """Measures of the policies of C runs of one task, by one pass forward and one back over the tokens.
+
+    ``gap`` is J* - J and ``kl_to_optimum`` KL(pi || pi*), each computed on its own: the first is beta times the second
+    [E12], at every step of every run. Where beta is 0 there is no such optimum and ``kl_to_optimum`` is NaN.
 
     Args:
         family: the task's policies.
@@ -35,11 +38,11 @@ class Measures:
         self.to = (np.arange(C)[:, None, None] * S + automaton.next_context).ravel()
         self.alive = automaton.alive[:, None]
         self.features = family.features.reshape(S * V, -1)
-        with np.errstate(divide="ignore"):
-            self.reference = task.pair.reference
+        self.reference = task.pair.reference
         self.reference_visits = self._visits(np.exp(self.reference)[None] * self.alive)[1][0]
-        objectives = {b: best(task, b).objective for b in set(self.beta.tolist())}
-        self.optimal = np.array([objectives[b] for b in self.beta.tolist()])
+        optima = {b: best(task, b) for b in set(self.beta.tolist())}
+        self.optimal = np.array([optima[b].objective for b in self.beta.tolist()])
+        self.star = [(self.beta == b, optima[b].log_probs) for b in optima if b > 0]  # [T, S, V] each
 
     def log_probs(self, theta: Float[np.ndarray, "C d"]) -> Float[np.ndarray, "C S V"]:
         """``[C, S, V]`` of each run's policy."""
@@ -88,6 +91,7 @@ class Measures:
             "entropy": entropy,
             "out_of_domain": total(task.out_of_domain.edge, task.out_of_domain.terminal),
             "gap": self.optimal - objective,
+            "kl_to_optimum": self._kl_to_optimum(probs, mass, entropy),
         }
         paid = task.reward.edge - beta[:, None, None] * delta
         weight = visits[:, :, None] * paid
@@ -97,3 +101,11 @@ class Measures:
             weight += mass[t][:, :, None] * ahead
             to_go = (probs * (paid + ahead)).sum(axis=2)
         return found, self.to_parameters(probs * weight, probs)
+
+    def _kl_to_optimum(self, probs: np.ndarray, mass: np.ndarray, entropy: np.ndarray) -> np.ndarray:
+        found = np.full(len(probs), np.nan)
+        for rows, star in self.star:
+            finite = np.where(probs[rows].any(axis=0) & np.isfinite(star), star, 0.0)
+            cross = np.einsum("tcs,csv,tsv->c", mass[:-1, rows], probs[rows], finite, optimize=True)
+            found[rows] = -entropy[rows] - cross
+        return found

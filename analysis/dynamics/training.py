@@ -134,9 +134,10 @@ class _Loop:
         tables = Tables(log_probs, self.reference, sampler, self.measures.alive)
         step = self.optimiser.step(self.direction(tables))
         after = self.theta + step
+        rows = self._rows(found, truth, step)
         fine = self._check(k + 1, step, after)
         self.theta = np.where(fine[:, None], after, self.theta)
-        return self._rows(found, truth, step)
+        return rows
 
     def direction(self, tables: Tables) -> np.ndarray:
         """``[C, d]`` sampled or expected direction of ascent."""
