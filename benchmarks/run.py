@@ -89,6 +89,11 @@ BENCHMARKS: dict[str, Benchmark] = {
         ("--doublings", "2"),
         rounds_inside=True,
     ),
+    "dynamics": Benchmark(
+        "training: 20 configurations x 5 seeds x 20 steps of 256 sequences of 20 tokens, exact measures at every step",
+        {"klgrad": script("klgrad_dynamics.py"), "torch": script("baseline_dynamics.py")},
+        ("--steps", "2"),
+    ),
     "startup": Benchmark(
         "the command line's help against importing torch",
         {"klgrad": ("-m", "klgrad.cli", "--help"), "torch": ("-c", "import torch")},

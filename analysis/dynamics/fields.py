@@ -6,15 +6,14 @@ V tokens, d parameters, r identifiable directions (``Family.basis``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import comb
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from klgrad.analysis.dynamics.batches import EPSILON, Tables
 from klgrad.analysis.dynamics.recipes import Algorithm, is_folded
+from klgrad.analysis.dynamics.updates import EPSILON, Penalties, Tables
 from klgrad.synth.configurations import Configuration
 from klgrad.synth.moments import moments
 from klgrad.synth.objectives import Family, expected_reward, reward_gradient
@@ -94,7 +93,7 @@ def _advantage(reward: int, successes: int, group: int) -> float:
 def expected_ascent(
     family: Family,
     algorithm: Algorithm,
-    penalties: Sequence[tuple[Configuration | None, slice]],
+    penalties: Penalties,
     beta: Float[np.ndarray, " C"],
     tables: Tables,
 ) -> Float[np.ndarray, "C d"]:

@@ -34,19 +34,20 @@ class Measures:
         task = family.task
         automaton, C = task.pair.automaton, len(self.beta)
         S, V = automaton.next_context.shape
-        self.next = automaton.next_context
-        self.to = (np.arange(C)[:, None, None] * S + automaton.next_context).ravel()
+        # tokens come first in the loops over time, [V, C, S]: sums over them are then sums of whole arrays
+        self.to = np.arange(C)[:, None] * S + automaton.next_context.T[:, None, :]
+        self.shape = (S, V)
         self.alive = automaton.alive[:, None]
         self.features = family.features.reshape(S * V, -1)
         self.reference = task.pair.reference
-        self.reference_visits = self._visits(np.exp(self.reference)[None] * self.alive)[1][0]
+        self.reference_visits = self._visits((np.exp(self.reference) * self.alive).T[:, None])[1][0]
         optima = {b: best(task, b) for b in set(self.beta.tolist())}
         self.optimal = np.array([optima[b].objective for b in self.beta.tolist()])
         self.star = [(self.beta == b, optima[b].log_probs) for b in optima if b > 0]  # [T, S, V] each
 
     def log_probs(self, theta: Float[np.ndarray, "C d"]) -> Float[np.ndarray, "C S V"]:
         """``[C, S, V]`` of each run's policy."""
-        logits = (theta @ self.features.T).reshape(len(theta), *self.next.shape)
+        logits = (theta @ self.features.T).reshape(len(theta), *self.shape)
         shifted = logits - logits.max(axis=2, keepdims=True)
         return shifted - np.log(np.exp(shifted).sum(axis=2, keepdims=True))
 
@@ -57,14 +58,13 @@ class Measures:
 
     def _visits(self, probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """``[T + 1, C, S]`` probability of standing in each context, and ``[C, S]`` tokens emitted there."""
-        task, C = self.family.task, len(probs)
-        S = len(self.next)
+        task = self.family.task
+        _, C, S = probs.shape
         mass = np.zeros((task.length + 1, C, S))
         mass[0, :, task.pair.automaton.start] = 1.0
-        to = self.to[: C * self.next.size]
+        to = self.to[:, :C].ravel()
         for t in range(task.length):
-            flow = mass[t][:, :, None] * probs
-            mass[t + 1] = np.bincount(to, flow.ravel(), C * S).reshape(C, S)
+            mass[t + 1] = np.bincount(to, (mass[t] * probs).ravel(), C * S).reshape(C, S)
         return mass, mass[:-1].sum(axis=0) * self.alive[:, 0]
 
     def __call__(self, log_probs: Float[np.ndarray, "C S V"]) -> tuple[dict[str, np.ndarray], np.ndarray]:
@@ -72,7 +72,8 @@ class Measures:
         task, beta = self.family.task, self.beta
         probs = np.exp(log_probs) * self.alive
         delta = np.where(self.alive, log_probs - self.reference, 0.0)
-        mass, visits = self._visits(probs)
+        first = np.ascontiguousarray(probs.transpose(2, 0, 1))
+        mass, visits = self._visits(first)
         kl = (visits * (probs * delta).sum(axis=2)).sum(axis=1)
         entropy = -(visits * (probs * log_probs).sum(axis=2)).sum(axis=1)
         reference = np.exp(self.reference) * self.alive
@@ -94,13 +95,16 @@ class Measures:
             "kl_to_optimum": self._kl_to_optimum(probs, mass, entropy),
         }
         paid = task.reward.edge - beta[:, None, None] * delta
-        weight = visits[:, :, None] * paid
+        paid = np.ascontiguousarray(paid.transpose(2, 0, 1))
+        weight = visits * paid
         to_go = np.broadcast_to(task.reward.terminal, mass[0].shape)
         for t in reversed(range(task.length)):
-            ahead = to_go[:, self.next]
-            weight += mass[t][:, :, None] * ahead
-            to_go = (probs * (paid + ahead)).sum(axis=2)
-        return found, self.to_parameters(probs * weight, probs)
+            ahead = to_go.take(self.to)
+            weight += mass[t] * ahead
+            ahead += paid
+            ahead *= first
+            to_go = ahead.sum(axis=0)
+        return found, self.to_parameters((first * weight).transpose(1, 2, 0), probs)
 
     def _kl_to_optimum(self, probs: np.ndarray, mass: np.ndarray, entropy: np.ndarray) -> np.ndarray:
         found = np.full(len(probs), np.nan)

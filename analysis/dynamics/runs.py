@@ -1,7 +1,7 @@
 """Many training runs: in blocks that are seeded, stored and resumed, on several processes, into one tidy table.
 
-A block is the runs of one algorithm and one seed, at most ``BLOCK`` of them. What a run does depends on its own
-settings and seed alone, so neither the blocks nor the number of workers changes a number.
+A block is runs of one algorithm, those of one configuration side by side, as many as stay in a core's cache. What a run
+does depends on its own settings and seed alone, so neither the blocks nor the number of workers changes a number.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 FORMAT = 1  # of stored blocks: raise it when the same seed gives other numbers
-BLOCK = 20
+BLOCK = 25  # runs at most
+_BLOCK_TOKENS = 1 << 18  # of one update
 _MOST_ENTRIES = 1 << 27
 
 Progress = Callable[[int, int], None]
@@ -41,14 +42,14 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def blocks(runs: Sequence[Run]) -> list[list[int]]:
-    """Indices of the runs of each block: one algorithm and seed, configurations side by side."""
-    order = sorted(range(len(runs)), key=lambda i: (repr(runs[i].algorithm), runs[i].seed, runs[i].configuration, i))
+def blocks(runs: Sequence[Run], length: int) -> list[list[int]]:
+    """Indices of the runs of each block; the request alone decides them."""
+    order = sorted(range(len(runs)), key=lambda i: (repr(runs[i].algorithm), runs[i].configuration, runs[i].beta, i))
     found: list[list[int]] = []
     for i in order:
-        last = runs[found[-1][0]] if found else None
-        same = last is not None and (last.algorithm, last.seed) == (runs[i].algorithm, runs[i].seed)
-        if same and len(found[-1]) < BLOCK:
+        algorithm = runs[i].algorithm
+        most = min(BLOCK, max(1, _BLOCK_TOKENS // (algorithm.samples * length)))
+        if found and runs[found[-1][0]].algorithm == algorithm and len(found[-1]) < most:
             found[-1].append(i)
         else:
             found.append([i])
@@ -92,7 +93,7 @@ def study(
         raise ValueError(f"steps = {steps} and every = {every} must be 1 or more")
     if len(runs) * (steps + 1) * len(RECORDED) > _MOST_ENTRIES:
         raise ValueError(f"{len(runs)} runs of {steps} steps do not fit in memory: take fewer, or shorter ones")
-    todo = blocks(runs)
+    todo = blocks(runs, family.task.length)
     folder = None if store is None else store_of(store, family, runs, steps, start, expected=expected)
     records: dict[int, tuple[Record, int]] = {}
     for index, record in _records(family, runs, steps, start, expected, todo, workers, folder, progress):

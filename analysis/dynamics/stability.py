@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from klgrad.analysis.dynamics.batches import Sequences, Tables, ascent
+from klgrad.analysis.dynamics.batches import Sequences
 from klgrad.analysis.dynamics.flows import FixedPoint, field_of, follow, jacobian
 from klgrad.analysis.dynamics.measures import Measures
 from klgrad.analysis.dynamics.recipes import Algorithm
+from klgrad.analysis.dynamics.updates import Tables, ascent
 from klgrad.synth.configurations import Configuration, parse
 from klgrad.synth.estimators import Estimator
 from klgrad.synth.exact import kl
@@ -259,7 +260,7 @@ def simulate(
     for k in range(1, max(steps) + 1):
         log_probs = measures.log_probs(theta)
         tables = Tables(log_probs, reference, log_probs, measures.alive)
-        batch = sequences.draw(log_probs, None, rng, common=False)
+        batch = sequences.draw(log_probs, None, rng.random((task.length, runs, samples)))
         step = learning_rate * ascent(
             algorithm, [(configuration, slice(0, runs))], measures.beta, batch, tables, measures
         )

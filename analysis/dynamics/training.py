@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from klgrad.analysis.dynamics.batches import Sequences, Tables, ascent
+from klgrad.analysis.dynamics.batches import Sequences
 from klgrad.analysis.dynamics.fields import expected_ascent
 from klgrad.analysis.dynamics.measures import MEASURES, Measures
 from klgrad.analysis.dynamics.recipes import Algorithm, Run
+from klgrad.analysis.dynamics.updates import Tables, ascent
 from klgrad.synth.objectives import Family
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def train(
     expected: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Record:
-    """Train runs of one algorithm and seed from the same parameters.
+    """Train runs of one algorithm from the same parameters.
 
     Args:
         runs: C of them.
@@ -83,11 +84,10 @@ def train(
         progress: called after every update with how many are done.
 
     Raises:
-        ValueError: for runs of different algorithms or seeds, or an expected update that has no exact form.
+        ValueError: for runs of different algorithms, or an expected update that has no exact form.
     """
-    algorithm, seed = runs[0].algorithm, runs[0].seed
-    if any(run.algorithm != algorithm or run.seed != seed for run in runs):
-        raise ValueError("runs that are trained side by side must share algorithm and seed")
+    if any(run.algorithm != runs[0].algorithm for run in runs):
+        raise ValueError("runs that are trained side by side must share their algorithm")
     order = sorted(range(len(runs)), key=lambda i: runs[i].configuration if runs[i].penalty else "")
     loop = _Loop(family, [runs[i] for i in order], start, expected)
     record = np.full((len(runs), steps + 1, len(RECORDED)), np.nan)
@@ -120,8 +120,11 @@ class _Loop:
             self.penalties.append((configuration, slice(first, first + size)))
             first += size
         self.sequences = None if expected else Sequences(family, C, self.algorithm.samples)
-        stream = np.random.SeedSequence(runs[0].seed, spawn_key=(family.task.length, self.algorithm.samples))
-        self.rng = np.random.Generator(np.random.SFC64(stream))
+        seeds = sorted({run.seed for run in runs})
+        self.stream_of = np.array([seeds.index(run.seed) for run in runs])
+        shape = (family.task.length, self.algorithm.samples)
+        streams = [np.random.SeedSequence(seed, spawn_key=shape) for seed in seeds]
+        self.streams = [np.random.Generator(np.random.SFC64(stream)) for stream in streams]
 
     def update(self, k: int) -> np.ndarray:
         """Make update k; ``[C, R]`` what was measured before it."""
@@ -148,8 +151,14 @@ class _Loop:
             log_rho = np.where(self.measures.alive, tables.log_probs - tables.sampler, 0.0)
             if self.algorithm.ratio == "truncated":
                 log_rho = np.minimum(log_rho, np.log(self.algorithm.truncation))
-        batch = self.sequences.draw(tables.sampler, log_rho, self.rng)
+        batch = self.sequences.draw(tables.sampler, log_rho, self.uniforms())
         return ascent(self.algorithm, self.penalties, self.beta, batch, tables, self.measures)
+
+    def uniforms(self) -> np.ndarray:
+        """``[T, C, N]`` of each run's seed (``[T, 1, N]`` where there is but one seed)."""
+        shape = (self.family.task.length, self.algorithm.samples)
+        drawn = np.stack([stream.random(shape) for stream in self.streams], axis=1)
+        return drawn if len(self.streams) == 1 else drawn[:, self.stream_of]
 
     def measured(self) -> np.ndarray:
         """``[C, R]`` now."""

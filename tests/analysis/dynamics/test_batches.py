@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import assert_close, build_world, configurations, worlds
 
-from klgrad.analysis.dynamics.batches import EPSILON, Batch, Sequences, Tables, advantages, ascent
+from klgrad.analysis.dynamics.batches import Batch, Sequences
 from klgrad.analysis.dynamics.fields import expected_update
 from klgrad.analysis.dynamics.measures import Measures
 from klgrad.analysis.dynamics.recipes import Algorithm
+from klgrad.analysis.dynamics.updates import EPSILON, Tables, advantages, ascent
 from klgrad.synth import objectives
 from klgrad.synth.configurations import parse
 from klgrad.synth.enumeration import log_probability, sequence_gradient, sequences, token_values
@@ -241,7 +242,8 @@ def test_sequences_are_drawn_with_their_probabilities(vocabulary, eos, common):
     world = build_world("markov", vocabulary, 3, eos=eos, seed=3)
     setting = Setting(world, "ends(1)")
     drawn = Sequences(setting.family, 2, 20_000)
-    batch = drawn.draw(setting.tables(2).sampler, None, np.random.default_rng(7), common=common)
+    uniform = np.random.default_rng(7).random((3, 1 if common else 2, 20_000))
+    batch = drawn.draw(setting.tables(2).sampler, None, uniform)
     C, S, V = batch.shape
     edges = batch.edges.T.reshape(C, 20_000, -1)
     index = {}
@@ -268,8 +270,7 @@ def test_sequences_are_drawn_with_their_probabilities(vocabulary, eos, common):
 def test_common_draws_are_the_same_for_equal_policies():
     setting = Setting(build_world("markov", 3, 4), "ends(1)")
     drawn, sampler = Sequences(setting.family, 2, 50), setting.tables(2).sampler
-    shared = drawn.draw(sampler, None, np.random.default_rng(0)).reward
-    own = drawn.draw(sampler, None, np.random.default_rng(0), common=False).reward
+    shared, own = (drawn.draw(sampler, None, np.random.default_rng(0).random((4, k, 50))).reward for k in (1, 2))
     assert (shared[0] == shared[1]).all()
     assert (own[0] != own[1]).any()
 
@@ -278,7 +279,9 @@ def test_behaviour_decides_what_is_drawn():
     world = build_world("markov", 2, 3, off=True, scale=2.0)
     setting = Setting(world, "ends(1)")
     assert with_behaviour(setting.pair, None).on_policy
-    batch = Sequences(setting.family, 1, 50_000).draw(setting.tables(1).sampler, None, np.random.default_rng(0))
+    batch = Sequences(setting.family, 1, 50_000).draw(
+        setting.tables(1).sampler, None, np.random.default_rng(0).random((3, 1, 50_000))
+    )
     mean, exact_mean = batch.reward.mean(), setting.probability @ setting.reward
     # z below 4.5 but for one seed in 100,000
     assert abs(mean - exact_mean) < 4.5 * np.sqrt(exact_mean * (1 - exact_mean) / 50_000)

@@ -23,13 +23,16 @@ RUNS = [
 ]
 
 
-def test_blocks_hold_every_run_once_and_share_algorithm_and_seed():
-    many = [Run("k1-in-reward", 0.01 * i, 0.1, SMALL, seed) for seed in (0, 1) for i in range(BLOCK + 3)]
-    found = blocks([*many, *RUNS])
-    assert sorted(i for block in found for i in block) == list(range(len(many) + len(RUNS)))
+def test_blocks_hold_every_run_once_and_share_an_algorithm():
+    many = [Run("k1-in-reward", 0.01 * i, 0.1, SMALL, seed) for seed in (0, 1) for i in range(BLOCK)]
+    large = [Run("k1-in-reward", 0.1, 0.1, Algorithm(samples=1 << 16), seed) for seed in range(3)]
+    every = [*many, *RUNS, *large]
+    found = blocks(every, 6)
+    assert sorted(i for block in found for i in block) == list(range(len(every)))
     for block in found:
         assert len(block) <= BLOCK
-        assert len({((*many, *RUNS)[i].algorithm, (*many, *RUNS)[i].seed) for i in block}) == 1
+        assert len({every[i].algorithm for i in block}) == 1
+    assert sum(every[block[0]] in large for block in found) == 3  # each fills a block
 
 
 def test_the_table_is_what_each_run_did():
@@ -56,14 +59,13 @@ def test_a_stored_run_goes_on_from_its_blocks(tmp_path, monkeypatch):
     folder = store_of(tmp_path, FAMILY, RUNS, 3, START)
     whole = study(FAMILY, RUNS, 3, START, store=tmp_path)
     files = sorted(folder.glob("block-*.npz"))
-    assert len(files) == len(blocks(RUNS)) == 4
-    files[1].unlink()
-    files[2].write_bytes(b"torn")
+    assert len(files) == len(blocks(RUNS, 6)) == 2
+    files[1].write_bytes(b"torn")
     trained, seen = [], []
     monkeypatch.setattr(module, "train", lambda *a, **k: trained.append(len(a[1])) or train(*a, **k))
     again = study(FAMILY, RUNS, 3, START, store=tmp_path, progress=lambda done, total: seen.append((done, total)))
-    assert trained == [6, 6]
-    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert trained == [12]
+    assert seen == [(1, 2), (2, 2)]
     pd.testing.assert_frame_equal(whole, again)
 
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from strategies import assert_close
 
-from klgrad.analysis.dynamics.batches import Tables, ascent
 from klgrad.analysis.dynamics.fields import expected_update
 from klgrad.analysis.dynamics.recipes import Algorithm, Run
 from klgrad.analysis.dynamics.stability import noise, simulate, stability, with_reward
 from klgrad.analysis.dynamics.training import _Loop
+from klgrad.analysis.dynamics.updates import Tables, ascent
 from klgrad.synth import objectives
 from klgrad.synth.configurations import parse
 from klgrad.synth.moments import moments
@@ -42,7 +42,7 @@ def test_the_noise_is_that_of_sampled_updates(name):
     runs, samples, theta = 6000, 8, start + np.array([0.5, -0.4])
     loop = _Loop(family, [Run(name, 0.4, 1.0, Algorithm(samples=samples))] * runs, theta, False)
     log_probs = loop.measures.log_probs(loop.theta)
-    batch = loop.sequences.draw(log_probs, None, np.random.default_rng(5), common=False)
+    batch = loop.sequences.draw(log_probs, None, np.random.default_rng(5).random((6, runs, samples)))
     tables = Tables(log_probs, loop.reference, log_probs, loop.measures.alive)
     drawn = ascent(Algorithm(samples=samples), loop.penalties, loop.beta, batch, tables, loop.measures) @ family.basis
     centred = drawn - drawn.mean(axis=0)

@@ -7,11 +7,11 @@ import pytest
 from strategies import assert_close, build_world
 
 from klgrad.analysis.dynamics import training
-from klgrad.analysis.dynamics.batches import Tables, ascent
 from klgrad.analysis.dynamics.fields import expected_update
 from klgrad.analysis.dynamics.flows import field_of, trajectory
 from klgrad.analysis.dynamics.recipes import ADVANTAGES, NONE, Algorithm, Run
 from klgrad.analysis.dynamics.training import RECORDED, train
+from klgrad.analysis.dynamics.updates import Tables, ascent
 from klgrad.synth import objectives
 from klgrad.synth.configurations import parse
 from klgrad.synth.rewards import task
@@ -57,7 +57,7 @@ def test_the_mean_of_sampled_directions_is_the_expected_one(name, algorithm, sta
     sampler = loop.measures.log_probs(loop.theta - 0.3) if stale else log_probs
     tables = Tables(log_probs, loop.reference, sampler, loop.measures.alive)
     log_rho = np.where(loop.measures.alive, log_probs - sampler, 0.0) if stale else None
-    batch = loop.sequences.draw(sampler, log_rho, rng, common=False)
+    batch = loop.sequences.draw(sampler, log_rho, rng.random((6, runs, algorithm.samples)))
     drawn = ascent(algorithm, [(configuration, slice(0, runs))], loop.beta, batch, tables, loop.measures)
     pair = family.pair(theta)
     pair = replace(pair, behaviour=sampler[0]) if stale else pair
@@ -117,8 +117,10 @@ def test_the_seed_decides():
     first, again, other = (train(family, [r], 5, start).theta for r in (run, run, replace(run, seed=1)))
     assert (first == again).all()
     assert (first != other).any()
-    with pytest.raises(ValueError, match="share algorithm and seed"):
-        train(family, [run, replace(run, seed=1)], 2, start)
+    both = train(family, [replace(run, seed=1), run], 5, start).theta
+    assert_close(both, np.concatenate([other, first]), 1e-12)
+    with pytest.raises(ValueError, match="share their algorithm"):
+        train(family, [run, replace(run, algorithm=Algorithm(samples=8))], 2, start)
 
 
 def test_adam_is_torchs(torch):
