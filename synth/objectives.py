@@ -92,7 +92,7 @@ def family(task: Task) -> Family:
     flat = features[met].reshape(-1, features.shape[2])
     _, sizes, rows = np.linalg.svd(flat, full_matrices=False)
     rank = int((sizes > 1e-10 * max(sizes[0], 1e-300)).sum())
-    return Family(task, features, rows[:rank].T)
+    return Family(task, features, np.eye(len(theta)) if rank == len(theta) else rows[:rank].T)
 
 
 # --------------------------------------------------------------------------------------------------- objective

@@ -42,13 +42,14 @@ def field_of(
 
 
 def trajectory(
-    family: Family, field: Field, start: Float[np.ndarray, " d"], times: Sequence[float]
+    family: Family, field: Field, start: Float[np.ndarray, " d"], times: Sequence[float], tolerance: float = 1e-9
 ) -> Float[np.ndarray, "K d"]:
     """``[K, d]`` the solution of the ODE at the times; NaN from where a parameter has run away.
 
     Args:
         start: ``[d]`` parameters at time 0.
         times: rising, 0 or more.
+        tolerance: relative, of the solver's steps.
     """
     wanted = np.asarray(times, float)
     if wanted.size == 0 or (np.diff(wanted) < 0).any() or wanted[0] < 0:
@@ -57,7 +58,7 @@ def trajectory(
     out[wanted == 0] = start
     later = np.unique(wanted[wanted > 0])
     if later.size:
-        solved = _solve(family, field, start, float(later[-1]), 1e-9, t_eval=later)
+        solved = _solve(family, field, start, float(later[-1]), tolerance, t_eval=later)
         for time, moved in zip(solved.t, solved.y.T, strict=True):
             out[wanted == time] = start + family.basis @ moved
     return out

@@ -243,3 +243,31 @@ def ends(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per run: its last kept step."""
     keys = [name for name in COLUMNS[: COLUMNS.index("step")] if name not in ("estimator", "placement")]
     return frame.sort_values("step", kind="stable").groupby(keys, sort=False).tail(1).sort_index(ignore_index=True)
+
+
+SETTINGS = ("task", "configuration", "estimator", "placement", "beta", "learning_rate", *ALGORITHM, "source")
+
+
+def summary(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row per setting, over its seeds: mean of each measure at the end, range of J there, and what collapsed.
+
+    Columns: ``SETTINGS``, the measures (``cosine`` is the mean over steps), ``objective_low`` and ``objective_high``
+    over seeds, ``seeds``, ``collapses`` of them, and the first ``collapse_step`` and ``cause``. A setting of which
+    every run collapsed has no measures.
+    """
+    import pandas as pd
+
+    rows = []
+    for keys, part in frame.groupby(list(SETTINGS), sort=False):
+        last = ends(part)
+        gone = last[last["collapsed"] >= 0].sort_values("collapsed")
+        rows.append({
+            **dict(zip(SETTINGS, keys, strict=True)),
+            **{name: last[name].mean() for name in RECORDED},
+            "cosine": part["cosine"].mean(),
+            "objective_low": last["objective"].min(), "objective_high": last["objective"].max(),
+            "seeds": len(last), "collapses": len(gone),
+            "collapse_step": int(gone["collapsed"].iloc[0]) if len(gone) else -1,
+            "cause": gone["cause"].iloc[0] if len(gone) else "",
+        })  # fmt: skip
+    return pd.DataFrame(rows)
