@@ -9,8 +9,7 @@ import click
 
 COMMANDS = (
     "figure1", "growth", "compare", "exact", "table1", "derive", "report", "check", "libraries", "lint", "audit",
-    "estimators", "presets",
-    "llm",
+    "dynamics", "field", "stability", "llm", "estimators", "presets",
 )  # fmt: skip
 
 

@@ -42,6 +42,11 @@ class Family:
     features: Float[np.ndarray, "S V d"]
     basis: Float[np.ndarray, "d r"]
 
+    @property
+    def policy_parameters(self) -> Float[np.ndarray, " d"]:
+        """``[d]`` the parameters of the task's own policy."""
+        return self.task.pair.policy.theta
+
     def policy(self, theta: Float[np.ndarray, " d"]) -> Policy:
         """The policy at theta."""
         return linear(self.task.pair.automaton, self.features, theta)

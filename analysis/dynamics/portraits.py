@@ -69,7 +69,7 @@ def ends_table(
         found = follow(family, field_of(family, configuration, beta), start, longest)
         pair = family.pair(found.theta)
         value = objective(task, pair, beta)
-        eigenvalues = found.eigenvalues if found.settled else np.array([np.nan + 0j])
+        eigenvalues = found.eigenvalues if found.settled else np.array([complex(np.nan, np.nan)])
         rows.append({
             **_named(task, configuration), "beta": beta, "length": task.length, "kind": found.kind,
             "objective": value, "gap": best(task, beta).objective - value,

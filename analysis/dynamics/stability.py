@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from klgrad.analysis.dynamics.batches import Sequences
-from klgrad.analysis.dynamics.flows import FixedPoint, field_of, follow, jacobian
+from klgrad.analysis.dynamics.flows import RUNAWAY, Field, FixedPoint, field_of, follow, jacobian
 from klgrad.analysis.dynamics.measures import Measures
 from klgrad.analysis.dynamics.recipes import Algorithm
 from klgrad.analysis.dynamics.updates import Tables, ascent
@@ -89,7 +89,7 @@ class Stability:
         fixed_point: where the mean field leads from the start.
         growth: the factor by which the mean-square distance grows per update near it; below 1 it is stable.
         expected_kl: KL(fixed point || policy) in the stationary state, to second order; inf where there is none.
-        critical_rate: the learning rate at which growth reaches 1; 0 where it never is below.
+        critical_rate: the learning rate at which growth reaches 1; NaN where there is no point that attracts.
         verdict: ``hold``, ``drift`` or ``collapse``.
         because: why, in a sentence.
     """
@@ -114,9 +114,9 @@ def stability(
 ) -> Stability:
     """The verdict on a configuration, trained by SGD on leave-one-out advantages of N sequences a step.
 
-    ``hold``: an attracting point, and the noise keeps within ``tolerance`` of it. ``drift``: no restoring force to
-    first order, or none at finite distance: it leaves slowly, by a random walk or along the mean field.
-    ``collapse``: the mean field runs away, or step and noise are too large for the point that would attract.
+    ``hold``: an attracting point, and the noise keeps within ``tolerance`` of it. ``drift``: it does not settle: no
+    restoring force to first order, no point at finite distance, or steps that overshoot and swing within the
+    tolerance. ``collapse``: the mean field runs away, or step and noise outgrow the pull of the point that attracts.
 
     Raises:
         ValueError: for too many parameters, or a configuration outside ``with_reward``.
@@ -138,27 +138,51 @@ def stability(
     sigma, curvature = _noise_around(family, combined, point.theta, samples)
     growth = _growth(J, curvature, learning_rate, samples)
     attracts = point.kind in ("attracting", "spiral")
-    expected, critical = np.inf, 0.0
+    expected, critical = np.inf, np.nan
     if attracts:
         critical = _critical(J, curvature, samples)
     if attracts and growth < 1:
         spread = _stationary(J, sigma, curvature, learning_rate, samples)
         fisher = noise(family.pair(point.theta), parse("k1-in-loss"), family.task.length, samples, basis)
         expected = float(np.einsum("ij,ji->", fisher, spread)) / 2
-    return Stability(point, growth, expected, critical, *_verdict(point, growth, expected, critical, tolerance))
+    overshoots = float(np.abs(1 + learning_rate * point.eigenvalues).max()) >= 1
+    swing = _swing(family, field, point, learning_rate) if attracts and overshoots else np.nan
+    decided = _verdict(point, growth, expected, swing, critical, tolerance)
+    return Stability(point, growth, expected, critical, *decided)
+
+
+def _swing(family: Family, field: Field, point: FixedPoint, rate: float, steps: int = 200) -> float:
+    """The greatest KL from the point that expected steps of this length swing out to, from next to it."""
+    worst = int(np.abs(1 + rate * point.eigenvalues).argmax())
+    direction = np.linalg.eig(jacobian(family, field, point.theta))[1].real
+    theta, target, furthest = point.theta + 1e-2 * family.basis @ direction[:, worst], point.theta, 0.0
+    here = family.policy(target)
+    for _ in range(steps):
+        with np.errstate(all="ignore"):
+            theta = theta + rate * field(theta)
+        if not np.isfinite(theta).all() or np.abs(theta).max() > RUNAWAY:
+            return np.inf
+        reference = family.policy(theta).log_probs
+        apart = kl(replace(family.task.pair, policy=here, reference=reference), [family.task.length])[0]
+        furthest = max(furthest, float(apart))
+    return furthest
 
 
 def _without_point(point: FixedPoint) -> Stability:
     if point.runaway:
-        return Stability(point, np.nan, np.inf, 0.0, "collapse", "the mean field runs away to infinity")
-    return Stability(point, np.nan, np.inf, 0.0, "drift", "the mean field leads to no point at finite distance")
+        return Stability(point, np.nan, np.inf, np.nan, "collapse", "the mean field runs away to infinity")
+    return Stability(point, np.nan, np.inf, np.nan, "drift", "the mean field leads to no point at finite distance")
 
 
-def _verdict(point: FixedPoint, growth: float, expected: float, critical: float, tolerance: float) -> tuple[str, str]:
+def _verdict(
+    point: FixedPoint, growth: float, expected: float, swing: float, critical: float, tolerance: float
+) -> tuple[str, str]:
     if point.kind == "unstable":
         return "drift", "the mean field leads away from the point"
     if point.kind == "neutral":
         return "drift", "nothing pulls back to first order"
+    if growth >= 1 and swing <= tolerance:
+        return "drift", f"learning rate past {critical:.3g}: it does not settle, but swings within {swing:.2g} nats"
     if growth >= 1:
         return "collapse", f"learning rate past {critical:.3g}: step or noise outgrow the pull"
     if expected > tolerance:
@@ -229,7 +253,7 @@ class Simulated:
     """Independent runs from one point.
 
     Args:
-        distance: ``[C, L]`` KL(point || policy) of each run at the steps asked for, inf once not finite.
+        distance: ``[C, L]`` KL of each run from the point at the steps asked for, inf once not finite.
         theta: ``[C, d]`` where they ended.
     """
 
@@ -248,14 +272,19 @@ def simulate(
     samples: int = 256,
     runs: int = 32,
     seed: int = 0,
+    away_from: Float[np.ndarray, " d"] | None = None,
 ) -> Simulated:
-    """Runs by SGD on leave-one-out advantages, each with its own sequences, from a point: the verdict's check."""
+    """Runs by SGD on leave-one-out advantages, each with its own sequences, from a point: the verdict's check.
+
+    Args:
+        steps: the updates after which KL(``away_from`` || policy) is taken; from ``point`` itself if left out.
+    """
     algorithm, task = Algorithm(samples=samples), family.task
     measures, sequences = Measures(family, np.full(runs, beta)), Sequences(family, runs, samples)
     rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(steps[-1], samples)))
     theta = np.repeat(np.asarray(point, float)[None], runs, axis=0)
     reference = np.broadcast_to(task.pair.reference, (runs, *task.pair.reference.shape))
-    target, found = family.policy(point), np.full((runs, len(steps)), np.inf)
+    target, found = family.policy(point if away_from is None else away_from), np.full((runs, len(steps)), np.inf)
     fine = np.ones(runs, bool)
     for k in range(1, max(steps) + 1):
         log_probs = measures.log_probs(theta)

@@ -1,0 +1,225 @@
+"""`klgrad dynamics`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from klgrad.commands.display import Progress, dump, notes, number, table
+from klgrad.commands.options import grouped, json_option, out_option
+from klgrad.commands.sweep import STORE
+from klgrad.commands.training import DEFAULT_CONFIGS, Numbers, Training, beta_option, task_options
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from klgrad.analysis.dynamics.recipes import Run
+
+SHOWN = 100  # steps kept of each run, about
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train; each field of several values is a grid."""
+
+    advantage: str
+    samples: int
+    group: int
+    clip: float
+    ratio: tuple[str, ...]
+    truncation: float
+    minibatches: int
+    staleness: tuple[int, ...]
+    optimiser: str
+    reset_every: int
+
+    def algorithms(self) -> list[Any]:
+        """One for each ratio and staleness."""
+        from klgrad.analysis.dynamics.recipes import Algorithm
+
+        same = {name: value for name, value in asdict(self).items() if name not in ("ratio", "staleness")}
+        ratios = self.ratio or ("none",)
+        return [Algorithm(ratio=r, staleness=int(s), **same) for r, s in product(ratios, self.staleness)]
+
+
+recipe_options = grouped(
+    "recipe",
+    Recipe,
+    click.option(
+        "--advantage", default="rloo", show_default=True, metavar="NAME", help="reinforce, rloo, grpo or dr-grpo."
+    ),
+    click.option("--samples", type=int, default=256, show_default=True, help="Sequences of one update (N)."),
+    click.option("--group", type=int, default=0, help="Sequences that share a baseline. Default: all N."),
+    click.option("--clip", type=float, default=0.0, help="PPO's epsilon. Default: no clipping."),
+    click.option(
+        "--ratio",
+        multiple=True,
+        metavar="NAME",
+        help="Importance ratio of the reward: none, token, prefix, sequence or truncated; may be repeated. A "
+        "configuration's own is in its name.",
+    ),
+    click.option("--truncation", type=float, default=2.0, show_default=True, help="Cap of the truncated ratio."),
+    click.option("--minibatches", type=int, default=1, show_default=True, help="Updates per policy that samples."),
+    click.option(
+        "--staleness",
+        type=Numbers(whole=True),
+        default="0",
+        show_default=True,
+        metavar="S[,S...]",
+        help="Updates by which the sampler lags behind.",
+    ),
+    click.option("--optimiser", default="sgd", show_default=True, metavar="NAME", help="sgd or adam."),
+    click.option("--reset-every", type=int, default=0, help="Updates between reference resets. Default: none."),
+)
+
+
+@click.command(short_help="What bias does to training: exact and sampled runs.")
+@task_options
+@click.option(
+    "--config",
+    "configs",
+    multiple=True,
+    metavar="NAME",
+    help="ESTIMATOR-in-PLACEMENT[+option], or none for no penalty; may be repeated. "
+    "Default: k1 and k3 in reward and loss, and none.",
+)
+@beta_option
+@click.option(
+    "--learning-rate", type=Numbers(), metavar="R[,R...]", help="Learning rates. Default: the task's, or 0.5."
+)
+@click.option("--steps", type=int, default=200, show_default=True, help="Updates of each run.")
+@click.option("--seeds", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of each setting.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="The first seed.")
+@recipe_options
+@click.option("--expected", is_flag=True, help="Follow the expected updates exactly instead of sampling.")
+@click.option("--every", type=click.IntRange(min=1), help="Keep every so many steps. Default: about 100 of each run.")
+@click.option("--workers", type=click.IntRange(min=1), help="Processes. Default: the CPUs, up to 4.")
+@out_option
+@json_option
+@click.option("-q", "--quiet", is_flag=True, help="No progress, notes or summary.")
+def dynamics(
+    training: Training,
+    configs: tuple[str, ...],
+    beta: tuple[float, ...] | None,
+    learning_rate: tuple[float, ...] | None,
+    steps: int,
+    seeds: int,
+    seed: int,
+    recipe: Recipe,
+    expected: bool,
+    every: int | None,
+    workers: int | None,
+    out: Path,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Train under each configuration, on a model whose every quantity is exact, and see what its bias does.
+
+    At every step J = E[R] - beta KL, reward, KL, forward KL, entropy, out-of-domain reward, the distance to the
+    optimum and the cosine of the step with the true gradient are computed exactly, not sampled. Writes dynamics.png,
+    .pdf, .csv and .json to the --out folder, and with several --staleness also dynamics-staleness. A run that leaves
+    the finite is reported as collapsed. Interrupted, the same command goes on from its finished blocks.
+
+    \b
+    klgrad dynamics --beta 0.02,0.05,0.2
+    klgrad dynamics --task answer --expected --config k1-in-reward --config k2-in-loss
+    klgrad dynamics --advantage dr-grpo --staleness 0,5,10,20 --ratio none --ratio token
+    klgrad dynamics --pair mine.npz --reward "contains(1,1)" --length 12 --optimiser adam --learning-rate 0.02
+    """
+    from klgrad.analysis import results
+    from klgrad.analysis.dynamics.recipes import NONE, Run
+    from klgrad.analysis.dynamics.runs import store_of, study, summary
+
+    family = training.family()
+    start = training.parameters(family)
+    names = configs or (*DEFAULT_CONFIGS, NONE)
+    chosen = range(seed, seed + (1 if expected else seeds))  # expected updates have no noise to repeat
+    grid = product(recipe.algorithms(), learning_rate or (training.learning_rate,), beta or (training.beta,), names)
+    runs = list(dict.fromkeys(Run(name, b, r, a, s) for a, r, b, name in grid for s in chosen))
+    notes(_cautions(runs), quiet or as_json)
+    store = results.writable_folder(out) / STORE
+    try:
+        with Progress(family.task.pair.name, quiet or as_json) as progress:
+            frame = study(
+                family, runs, steps, start, expected=expected, every=every or max(1, steps // SHOWN),
+                workers=workers or min(4, os.cpu_count() or 1), store=store, progress=progress,
+            )  # fmt: skip
+    except KeyboardInterrupt:
+        kept = f": finished blocks are kept in {store}; the same command goes on from them" if store.exists() else ""
+        raise KeyboardInterrupt(kept) from None
+    ends = summary(frame)
+    written = _draw(frame, ends, out)
+    request = {
+        "training": vars(training), "reward": family.task.reward.name, "out_of_domain": family.task.out_of_domain.name,
+        "length": family.task.length, "runs": [asdict(run) for run in runs], "steps": steps, "expected": expected,
+    }  # fmt: skip
+    results.save(frame, results.manifest("klgrad dynamics", [family.task.pair], request), out / "dynamics")
+    results.forget(store_of(store, family, runs, steps, start, expected=expected))
+    if as_json:
+        dump(results.records(ends))
+    elif not quiet:
+        _show(frame, ends, steps)
+        click.echo(f"wrote {', '.join(written)}")
+
+
+def _cautions(runs: list[Run]) -> list[str]:
+    """Sentences about settings that are allowed and probably not what is meant."""
+    found = []
+    for run in runs:
+        stale = run.algorithm.longest_lag > 0
+        if run.penalty is not None and stale and run.penalty.ratio == "none" and run.algorithm.ratio != "none":
+            found.append(
+                f"{run.configuration}: the reward has the {run.algorithm.ratio} ratio and the penalty none; "
+                f"write {run.configuration}+{run.algorithm.base_ratio}-ratio to weigh it alike"
+            )
+    return found
+
+
+def _draw(frame: pd.DataFrame, ends: pd.DataFrame, out: Path) -> list[str]:
+    """Save the figures; the names of all files."""
+    from klgrad.figures import save_figure, staleness, training_curves
+
+    save_figure(training_curves(frame), out / "dynamics")
+    stems = ["dynamics"]
+    if ends["staleness"].nunique() > 1:
+        save_figure(staleness(ends), out / "dynamics-staleness")
+        stems.append("dynamics-staleness")
+    pictures = [str(out / f"{stem}.{kind}") for stem in stems for kind in ("png", "pdf")]
+    return [*pictures, str(out / "dynamics.csv"), str(out / "dynamics.json")]
+
+
+def _show(frame: pd.DataFrame, ends: pd.DataFrame, steps: int) -> None:
+    from klgrad.analysis.results import records
+
+    varied = [name for name in ("beta", "learning_rate", "ratio", "staleness") if ends[name].nunique() > 1]
+    header = ["configuration", *(name.replace("_", " ") for name in varied), "J", "over seeds", "J* - J", "E[R]", "KL"]
+    header += ["forward KL", "entropy", "other reward", "cosine", "collapsed"]
+    rows = []
+    for row in records(ends):
+        gone = f"{row['collapses']} of {row['seeds']}, first at step {row['collapse_step']}: {row['cause']}"
+        span = f"[{number(row['objective_low'])}, {number(row['objective_high'])}]" if row["seeds"] > 1 else ""
+        rows.append((
+            row["configuration"], *(f"{row[name]:g}" if name != "ratio" else row[name] for name in varied),
+            number(row["objective"]), span,
+            *(number(row[name]) for name in ("gap", "reward", "kl", "forward_kl", "entropy", "out_of_domain")),
+            number(row["cosine"], 2), gone if row["collapses"] else "no",
+        ))  # fmt: skip
+    same = ends.iloc[0]
+    fixed = ", ".join(
+        f"{name.replace('_', ' ')} {same[name]:g}" for name in ("beta", "learning_rate") if name not in varied
+    )
+    source = (
+        "expected updates"
+        if same["source"] == "expected"
+        else f"{same['advantage']}, {same['samples']} sequences a step"
+    )
+    title = f"{same['task']} after {steps} steps of {source}" + (f", {fixed}" if fixed else "")
+    table(title, header, rows)
+    identity = (frame["gap"] - frame["beta"] * frame["kl_to_optimum"]).abs().max()
+    if identity == identity:  # there is no optimum to be compared with where beta is 0 throughout
+        click.echo(f"J* - J = beta KL(pi || pi*) held to {identity:.1g} at every step kept")
