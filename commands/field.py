@@ -135,7 +135,7 @@ def _show(ends: pd.DataFrame, curls: pd.DataFrame | None) -> None:
             (str(name), *(_curl(value) for value in part.sort_values("length")["curl"]))
             for name, part in curls.groupby("configuration", sort=False)
         ]
-        table("curl of the penalty's own field, by length", ["configuration", *map(str, lengths)], shown)
+        table("curl by length", ["configuration", *map(str, lengths)], shown)
 
 
 def _curl(value: float | None) -> str:

@@ -91,7 +91,7 @@ def _limits(axes: Axes, rows: pd.DataFrame, name: str) -> None:
         low = max(low, high - 2.5 * max(high - begun, 0.02))
     if name == "kl":
         ends = rows[rows["step"] == rows["step"].max()].groupby("configuration")[name].mean()
-        usual = float(ends.quantile(0.75))
+        usual = float(ends.quantile(0.75, interpolation="lower"))
         high = min(high, 3 * usual) if usual > 0 else high
     pad = 0.05 * (high - low) or 0.05
     axes.set_ylim(low - pad, high + pad)

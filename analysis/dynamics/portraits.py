@@ -201,7 +201,7 @@ def phase_table(
                 u, v = basis.T @ field(theta)
                 rows.append(row("field", theta, u=u, v=v))
         for number, begin in enumerate([(0.0, 0.0), *starts]):
-            path = trajectory(family, field, centre + basis @ np.array(begin), times.tolist(), 1e-5)
+            path = trajectory(family, field, centre + basis @ np.array(begin), times.tolist(), 1e-3)
             inside = np.isfinite(path).all(axis=1)
             inside &= (np.abs(np.nan_to_num(path) @ basis - offset) <= 1.5 * extent).all(axis=1)
             rows += [row("path", theta, path=number) for theta in path[: int(np.argmin([*inside, False]))]]
