@@ -7,16 +7,18 @@ parameters move (``Family.basis``); Jacobians and eigenvalues are stated in them
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from klgrad.analysis.dynamics.fields import expected_update
+from klgrad.analysis.dynamics.fields import expected_update, is_quick, on_policy_fields
+from klgrad.analysis.dynamics.passes import Passes
 from klgrad.analysis.dynamics.recipes import Algorithm
 from klgrad.analysis.verdicts import verdict
 from klgrad.synth.configurations import Configuration
 from klgrad.synth.objectives import Family, token_fixed_point
+from klgrad.synth.rewards import Reward
 
 if TYPE_CHECKING:
     from jaxtyping import Complex, Float
@@ -27,18 +29,30 @@ SETTLED = 1e-9  # norm of a field that has come to rest, in the units of its sta
 _LONGEST = 1e7  # tau after which a trajectory that has not settled is said not to
 RUNAWAY = 200.0  # a parameter this far out leaves no doubt: its softmax differs from a limit by exp(-200)
 
-Field = Callable[[np.ndarray], np.ndarray]
+Field = Callable[[np.ndarray], np.ndarray]  # of one point [d] or many [C, d]
 
 
 def field_of(
     family: Family, configuration: Configuration | None, beta: float, algorithm: Algorithm | None = None
 ) -> Field:
-    """``theta [d] -> [d]`` the expected on-policy update of a configuration."""
+    """``theta [d] -> [d]``, or ``[C, d] -> [C, d]``: the expected on-policy update of a configuration."""
+    algorithm, passes = algorithm or Algorithm(), Passes(family)
+    reference = family.task.pair.reference
 
-    def field(theta: np.ndarray) -> np.ndarray:
+    def quick(theta: np.ndarray) -> np.ndarray:
+        many = np.atleast_2d(theta)
+        log_probs = passes.log_probs(many)
+        same = np.broadcast_to(reference, log_probs.shape)
+        found = on_policy_fields(passes, configuration, np.full(len(many), beta), log_probs, same, algorithm)
+        return found.reshape(theta.shape)
+
+    def one(theta: np.ndarray) -> np.ndarray:
         return expected_update(family.task, family.pair(theta), configuration, beta, algorithm)
 
-    return field
+    def each(theta: np.ndarray) -> np.ndarray:
+        return one(theta) if theta.ndim == 1 else np.stack([one(row) for row in theta])
+
+    return quick if is_quick(configuration, algorithm) else each
 
 
 def trajectory(
@@ -176,8 +190,9 @@ def jacobian(
 ) -> Float[np.ndarray, "r r"]:
     """``[r, r]`` derivatives of the field by central differences, in the identifiable directions."""
     basis = family.basis
-    columns = [(field(theta + step * b) - field(theta - step * b)) / (2 * step) for b in basis.T]
-    return basis.T @ np.stack(columns, axis=1)
+    moved = field(np.concatenate([theta + step * basis.T, theta - step * basis.T]))
+    ahead, behind = np.split(moved, 2)
+    return basis.T @ ((ahead - behind) / (2 * step)).T
 
 
 def curl(matrix: Float[np.ndarray, "r r"]) -> float:
@@ -216,17 +231,18 @@ def pull(
     if not np.linalg.norm(along) > 1e-9 * np.linalg.norm(direction):
         raise ValueError("the direction changes no policy")
     along = along / np.linalg.norm(along)
-    task = family.task
-    sizes, back = [], []
-    for eps in (distance, 2 * distance):
-        pair = family.pair(origin + eps * along)
-        penalised = expected_update(task, pair, configuration, 1.0)
-        field = penalised - expected_update(task, pair, None, 0.0)
-        sizes.append(float(np.linalg.norm(field)))
-        back.append(-float(field @ along))
-    if sizes[0] < 1e-14:
+    near, further = penalty_field(family, configuration)(origin + np.array([[distance], [2 * distance]]) * along)
+    size = float(np.linalg.norm(near))
+    if size < 1e-14:
         return Pull(np.nan, np.nan)
-    return Pull(float(np.log2(sizes[1] / sizes[0])), back[0] / sizes[0])
+    return Pull(float(np.log2(np.linalg.norm(further) / size)), -float(near @ along) / size)
+
+
+def penalty_field(family: Family, configuration: Configuration) -> Field:
+    """The expected update of the penalty alone, at beta = 1."""
+    task = family.task
+    nothing = Reward(np.zeros_like(task.reward.edge), np.zeros_like(task.reward.terminal), "none")
+    return field_of(replace(family, task=replace(task, reward=nothing)), configuration, 1.0)
 
 
 # --------------------------------------------------------------------------------------------- closed forms

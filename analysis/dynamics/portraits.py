@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from klgrad.analysis.dynamics.flows import closed_form, curl, field_of, follow, jacobian, pull, trajectory
+from klgrad.analysis.dynamics.flows import (
+    closed_form,
+    curl,
+    field_of,
+    follow,
+    jacobian,
+    penalty_field,
+    pull,
+    trajectory,
+)
 from klgrad.synth.configurations import Configuration
 from klgrad.synth.exact import entropy, kl
 from klgrad.synth.objectives import Family, best, expected_reward, objective, visited
@@ -113,8 +122,7 @@ def _near_reference(family: Family, configuration: Configuration, seed: int) -> 
 
 def _own_curl(family: Family, configuration: Configuration, theta: np.ndarray) -> float:
     """Curl of the penalty's field alone; the reward's is a gradient and would only dilute it."""
-    with_reward, reward = field_of(family, configuration, 1.0), field_of(family, None, 0.0)
-    return curl(jacobian(family, lambda at: with_reward(at) - reward(at), theta))
+    return curl(jacobian(family, penalty_field(family, configuration), theta))
 
 
 def curl_table(
@@ -195,11 +203,9 @@ def phase_table(
                 **more,
             }
 
-        for dx in sides:
-            for dy in sides:
-                theta = centre + basis @ np.array([dx, dy])
-                u, v = basis.T @ field(theta)
-                rows.append(row("field", theta, u=u, v=v))
+        grid = centre + np.array([(dx, dy) for dx in sides for dy in sides]) @ basis.T
+        for theta, (u, v) in zip(grid, field(grid) @ basis, strict=True):
+            rows.append(row("field", theta, u=u, v=v))
         for number, begin in enumerate([(0.0, 0.0), *starts]):
             path = trajectory(family, field, centre + basis @ np.array(begin), times.tolist(), 1e-3)
             inside = np.isfinite(path).all(axis=1)

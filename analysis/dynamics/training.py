@@ -145,7 +145,7 @@ class _Loop:
     def direction(self, tables: Tables) -> np.ndarray:
         """``[C, d]`` sampled or expected direction of ascent."""
         if self.sequences is None:
-            return expected_ascent(self.family, self.algorithm, self.penalties, self.beta, tables)
+            return expected_ascent(self.measures, self.algorithm, self.penalties, self.beta, tables)
         log_rho = None
         if tables.sampler is not tables.log_probs:
             log_rho = np.where(self.measures.alive, tables.log_probs - tables.sampler, 0.0)

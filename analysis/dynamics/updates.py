@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from klgrad.analysis.dynamics.batches import Batch
-from klgrad.analysis.dynamics.measures import Measures
+from klgrad.analysis.dynamics.passes import Passes
 from klgrad.analysis.dynamics.recipes import Algorithm, is_folded
 from klgrad.synth.configurations import Configuration, credit_sums, loss_weights
 from klgrad.synth.moments import moments
@@ -82,18 +82,18 @@ def ascent(
     beta: Float[np.ndarray, " C"],
     batch: Batch,
     tables: Tables,
-    measures: Measures,
+    passes: Passes,
 ) -> Float[np.ndarray, "C d"]:
     """``[C, d]`` the direction that each run ascends, mean over its N sequences."""
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         coefficient = _shared_coefficients(algorithm, penalties, beta, batch, tables)
-        weights, shift = np.zeros(batch.shape), np.zeros((len(beta), measures.features.shape[1]))
+        weights, shift = np.zeros(batch.shape), np.zeros((len(beta), passes.features.shape[1]))
         for configuration, rows in penalties:
             if configuration is None or (is_folded(configuration, algorithm) and not configuration.in_loss):
                 continue
             part = _Part(configuration, batch, rows, tables.part(rows), beta[rows])
             if configuration.in_reward and not is_folded(configuration, algorithm):
-                constants = _constants(configuration, measures.family, part.tables)
+                constants = _constants(configuration, passes.family, part.tables)
                 beside = part.in_reward(constants)
                 if algorithm.clip and batch.log_rho is not None:  # PPO clips a token by all that it is given
                     columns = slice(rows.start * batch.samples, rows.stop * batch.samples)
@@ -102,14 +102,14 @@ def ascent(
                 else:
                     weights[rows] -= part.own.weigh(beside)
                 if configuration.baseline == "optimal-per-coordinate":
-                    scores = measures.to_parameters(part.baseline(), np.exp(part.tables.log_probs))
+                    scores = passes.to_parameters(part.baseline(), np.exp(part.tables.log_probs))
                     shift[rows] = beta[rows, None] * constants * scores
             if configuration.in_loss:
                 weights[rows] -= part.in_loss()
         if algorithm.clip and batch.log_rho is not None:
             coefficient = _clipped(coefficient, batch.log_ratios, algorithm.clip)
         weights += batch.weigh(coefficient)
-        direction = measures.to_parameters(weights * tables.alive, np.exp(tables.log_probs))
+        direction = passes.to_parameters(weights * tables.alive, np.exp(tables.log_probs))
         return (direction + shift) / batch.samples
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from klgrad.figures import curl_by_length, fixed_points, phase_portrait, save_figure, staleness, training_curves
+from klgrad.figures import curl_by_length, fixed_points, phase_portrait, staleness, training_curves
 
 NAMES = {"k1-in-reward": ("k1", "reward"), "k3-in-loss": ("k3", "loss"), "none": ("none", "none")}
 
@@ -151,8 +151,3 @@ def test_what_cannot_be_drawn_is_said(draw):
         draw(pd.DataFrame())
     with pytest.raises(ValueError, match="lacks the columns"):
         draw(pd.DataFrame({"task": ["x"], "configuration": ["k1-in-reward"]}))
-
-
-def test_figures_are_saved_alike_twice(tmp_path):
-    first, second = (save_figure(training_curves(curves_frame()), tmp_path / name)[0] for name in ("a", "b"))
-    assert first.read_bytes() == second.read_bytes()

@@ -2,10 +2,14 @@
 
 import numpy as np
 import pytest
-from strategies import assert_close, build_world
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import assert_close, build_world, configurations, worlds
 
 from klgrad.analysis.dynamics import flows
+from klgrad.analysis.dynamics.fields import expected_update
 from klgrad.analysis.dynamics.flows import closed_form, curl, field_of, follow, jacobian, pull, trajectory
+from klgrad.analysis.dynamics.recipes import Algorithm
 from klgrad.synth import automata, objectives
 from klgrad.synth.configurations import parse
 from klgrad.synth.policies import PolicyPair, log_softmax, tabular
@@ -16,6 +20,20 @@ from klgrad.synth.tasks import preset_task
 def setting(name="tree", length=None):
     family = objectives.family(preset_task(name, length))
     return family, family.parameters_of(family.task.pair.reference)
+
+
+# --------------------------------------------------------------------------------------------------- the field
+
+
+@given(worlds(off=False), configurations(), st.sampled_from(("reinforce", "rloo", "dr-grpo")), st.integers(0, 99))
+def test_many_points_at_once_are_the_updates_one_by_one(world, configuration, advantage, seed):
+    family = objectives.family(task(world.pair, "contains(1,0)+0.3*each(0)+0.5*parity(1)", world.length))
+    algorithm = Algorithm(advantage, samples=4)
+    theta = world.pair.policy.theta + np.random.default_rng(seed).normal(size=(3, world.pair.policy.parameters))
+    found = field_of(family, configuration, 0.6, algorithm)(theta)
+    for point, update in zip(theta, found, strict=True):
+        assert_close(update, expected_update(family.task, family.pair(point), configuration, 0.6, algorithm), 1e-8)
+    assert_close(field_of(family, configuration, 0.6, algorithm)(theta[0]), found[0])
 
 
 # ------------------------------------------------------------------------------------------------- fixed points
