@@ -148,7 +148,7 @@ def train(machine: Machine, configuration: str, steps: int, samples: int, seed: 
 def main() -> None:
     """Run the task and print its JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--samples", type=int, default=256)
     arguments = parser.parse_args()

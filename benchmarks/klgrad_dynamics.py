@@ -17,7 +17,7 @@ from klgrad.synth.tasks import preset_task
 def main() -> None:
     """Run the task and print its JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--workers", type=int, default=1)
@@ -33,7 +33,7 @@ def main() -> None:
         for name in task.CONFIGURATIONS
     ]
     start = policies.parameters_of(policies.task.pair.reference)
-    frame = ends(study(policies, runs, arguments.steps, start, workers=arguments.workers))
+    frame = ends(study(policies, runs, arguments.steps, start, workers=arguments.workers, every=5))
     seconds = time.perf_counter() - began
     mean = frame.groupby("configuration")[["objective", "kl"]].mean().to_dict("index")
     print(json.dumps({"seconds": seconds, "ends": mean}))

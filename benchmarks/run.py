@@ -90,7 +90,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         rounds_inside=True,
     ),
     "dynamics": Benchmark(
-        "training: 20 configurations x 5 seeds x 20 steps of 256 sequences of 20 tokens, exact measures at every step",
+        "training: 20 configurations x 5 seeds x 50 steps of 256 sequences of 20 tokens, exact measures at every step",
         {"klgrad": script("klgrad_dynamics.py"), "torch": script("baseline_dynamics.py")},
         ("--steps", "2"),
     ),

@@ -172,7 +172,13 @@ def _cautions(runs: list[Run]) -> list[str]:
     found = []
     for run in runs:
         stale = run.algorithm.longest_lag > 0
-        if run.penalty is not None and stale and run.penalty.ratio == "none" and run.algorithm.ratio != "none":
+        if (
+            run.penalty is not None
+            and stale
+            and run.penalty.in_reward
+            and run.penalty.ratio == "none"
+            and run.algorithm.ratio != "none"
+        ):
             found.append(
                 f"{run.configuration}: the reward has the {run.algorithm.ratio} ratio and the penalty none; "
                 f"write {run.configuration}+{run.algorithm.base_ratio}-ratio to weigh it alike"

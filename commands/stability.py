@@ -47,8 +47,8 @@ def stability(
     factor by which the mean-square distance grows each update, the KL at which noise and pull balance, and the
     learning rate at which they no longer do. SGD, on-policy, leave-one-out advantages. HOLD: attracted, and within
     the tolerance. DRIFT: it does not settle: nothing pulls back to first order, there is no point at finite distance,
-    or steps overshoot and swing within the tolerance. COLLAPSE: the mean field runs away, or step and noise outgrow
-    the pull. --check trains runs from the start and shows how far from
+    noise carries it past the tolerance, or steps overshoot and swing within it. COLLAPSE: the mean field runs away,
+    or step and noise outgrow the pull. --check trains runs from the start and shows how far from
     the point (from the start, where there is none) they are at the end.
 
     \b

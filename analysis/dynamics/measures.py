@@ -37,7 +37,9 @@ class Measures(Passes):
         self.reference_visits = self.visits(self.probs(self.reference[None]))[1][0]
         optima = {b: best(family.task, b) for b in set(self.beta.tolist())}
         self.optimal = np.array([optima[b].objective for b in self.beta.tolist()])
-        self.star = [(self.beta == b, optima[b].log_probs) for b in optima if b > 0]  # [T, S, V] each
+        # log pi* as [S, T, V], -inf set aside: a policy that emits such a token is infinitely far anyway
+        stars = {b: np.where(np.isfinite(best.log_probs), best.log_probs, 0.0) for b, best in optima.items() if b > 0}
+        self.star = [(self.beta == b, np.ascontiguousarray(star.transpose(1, 0, 2))) for b, star in stars.items()]
 
     def __call__(self, log_probs: Float[np.ndarray, "C S V"]) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Each of ``MEASURES`` as ``[C]``, and ``[C, d]`` the gradient of each run's objective."""
@@ -73,7 +75,7 @@ class Measures(Passes):
     def _kl_to_optimum(self, probs: np.ndarray, mass: np.ndarray, entropy: np.ndarray) -> np.ndarray:
         found = np.full(len(probs), np.nan)
         for rows, star in self.star:
-            finite = np.where(probs[rows].any(axis=0) & np.isfinite(star), star, 0.0)
-            cross = np.einsum("tcs,csv,tsv->c", mass[:-1, rows], probs[rows], finite, optimize=True)
+            expected = mass[:-1, rows].transpose(2, 1, 0) @ star  # [S, C, V]: sum over time of P(context) log pi*
+            cross = (expected.transpose(1, 0, 2) * probs[rows]).sum(axis=(1, 2))
             found[rows] = -entropy[rows] - cross
         return found

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 FORMAT = 1  # of stored blocks: raise it when the same seed gives other numbers
-BLOCK = 25  # runs at most
+BLOCK = 50  # runs at most
 _BLOCK_TOKENS = 1 << 18  # of one update
 _MOST_ENTRIES = 1 << 27
 
@@ -214,29 +213,23 @@ def _tabulate(
 ) -> pd.DataFrame:
     import pandas as pd
 
-    columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+    rows, size = [], len(kept)
     for i, run in enumerate(runs):
         record, row = records[i]
         estimator, _, place = run.configuration.partition("-in-")
-        same = {
-            "task": family.task.pair.name,
-            "configuration": run.configuration,
-            "estimator": estimator,
-            "placement": place.partition("+")[0] or NONE,
-            "beta": run.beta,
-            "learning_rate": run.learning_rate,
-            **asdict(run.algorithm),
-            "source": "expected" if expected else "sampled",
-            "seed": run.seed,
-            "collapsed": int(record.collapsed[row]),
-            "cause": record.causes[row],
-        }
-        for name, value in same.items():
-            columns[name].extend([value] * len(kept))
-        columns["step"].extend(kept.tolist())
-        for k, name in enumerate(RECORDED):
-            columns[name].extend(record.measures[row, kept, k].tolist())
-    return pd.DataFrame(columns, columns=list(COLUMNS))
+        rows.append({
+            "task": family.task.pair.name, "configuration": run.configuration, "estimator": estimator,
+            "placement": place.partition("+")[0] or NONE, "beta": run.beta, "learning_rate": run.learning_rate,
+            **{name: getattr(run.algorithm, name) for name in ALGORITHM},
+            "source": "expected" if expected else "sampled", "seed": run.seed,
+            "collapsed": int(record.collapsed[row]), "cause": record.causes[row],
+        })  # fmt: skip
+    settings = pd.DataFrame(rows)
+    measured = np.concatenate([records[i][0].measures[records[i][1], kept] for i in range(len(runs))])
+    frame = settings.loc[settings.index.repeat(size)].reset_index(drop=True)
+    frame["step"] = np.tile(kept, len(runs))
+    frame[list(RECORDED)] = measured
+    return frame[list(COLUMNS)]
 
 
 def ends(frame: pd.DataFrame) -> pd.DataFrame:

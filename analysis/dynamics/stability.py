@@ -115,8 +115,10 @@ def stability(
     """The verdict on a configuration, trained by SGD on leave-one-out advantages of N sequences a step.
 
     ``hold``: an attracting point, and the noise keeps within ``tolerance`` of it. ``drift``: it does not settle: no
-    restoring force to first order, no point at finite distance, or steps that overshoot and swing within the
-    tolerance. ``collapse``: the mean field runs away, or step and noise outgrow the pull of the point that attracts.
+    restoring force to first order, no point at finite distance, noise that carries it past the tolerance, or steps
+    that overshoot and swing within it. ``collapse``: the mean field runs away, or step and noise outgrow the pull of
+    the point that attracts. Close to the critical rate the field is no longer linear on the way the noise carries it,
+    and the predicted KL is too large.
 
     Raises:
         ValueError: for too many parameters, or a configuration outside ``with_reward``.
@@ -186,7 +188,7 @@ def _verdict(
     if growth >= 1:
         return "collapse", f"learning rate past {critical:.3g}: step or noise outgrow the pull"
     if expected > tolerance:
-        return "collapse", f"the noise carries it {expected:.3g} nats from the point that attracts"
+        return "drift", f"the noise carries it {expected:.3g} nats from the point that attracts, past the tolerance"
     return "hold", f"the noise keeps it within {expected:.3g} nats of the point that attracts"
 
 

@@ -88,7 +88,7 @@ def train(
     """
     if any(run.algorithm != runs[0].algorithm for run in runs):
         raise ValueError("runs that are trained side by side must share their algorithm")
-    order = sorted(range(len(runs)), key=lambda i: runs[i].configuration if runs[i].penalty else "")
+    order = sorted(range(len(runs)), key=lambda i: _neighbours(runs[i]))
     loop = _Loop(family, [runs[i] for i in order], start, expected)
     record = np.full((len(runs), steps + 1, len(RECORDED)), np.nan)
     for k in range(steps):
@@ -98,6 +98,11 @@ def train(
     record[:, steps] = loop.measured()
     back = np.argsort(order)
     return Record(record[back], loop.theta[back], loop.collapsed[back], tuple(loop.causes[i] for i in back))
+
+
+def _neighbours(run: Run) -> tuple[str, str]:
+    """Runs that can be worked on together stand together."""
+    return (run.penalty.credit, run.configuration) if run.penalty else ("", "")
 
 
 class _Loop:
@@ -155,10 +160,12 @@ class _Loop:
         return ascent(self.algorithm, self.penalties, self.beta, batch, tables, self.measures)
 
     def uniforms(self) -> np.ndarray:
-        """``[T, C, N]`` of each run's seed (``[T, 1, N]`` where there is but one seed)."""
+        """``[T, K, N]`` of the K seeds where runs take them in turn, else ``[T, C, N]`` of each run's."""
         shape = (self.family.task.length, self.algorithm.samples)
         drawn = np.stack([stream.random(shape) for stream in self.streams], axis=1)
-        return drawn if len(self.streams) == 1 else drawn[:, self.stream_of]
+        seeds, runs = len(self.streams), len(self.runs)
+        in_turn = runs % seeds == 0 and (self.stream_of.reshape(-1, seeds) == np.arange(seeds)).all()
+        return drawn if in_turn else drawn[:, self.stream_of]
 
     def measured(self) -> np.ndarray:
         """``[C, R]`` now."""

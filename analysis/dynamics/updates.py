@@ -8,7 +8,7 @@ d parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -53,24 +53,32 @@ class Tables:
     sampler: Float[np.ndarray, "C S V"]
     alive: np.ndarray
 
+    @cached_property
+    def delta(self) -> Float[np.ndarray, "C S V"]:
+        """Log-ratios to the reference; 0 in the end context."""
+        return np.where(self.alive, self.log_probs - self.reference, 0.0)
+
     def part(self, rows: slice) -> Tables:
         """Those of some of the runs."""
-        return Tables(self.log_probs[rows], self.reference[rows], self.sampler[rows], self.alive)
+        part = Tables(self.log_probs[rows], self.reference[rows], self.sampler[rows], self.alive)
+        part.__dict__["delta"] = self.delta[rows]
+        return part
 
     def values(self, configuration: Configuration) -> np.ndarray:
-        """``[C, S, V]`` the estimator's value on each edge; full-vocabulary values are the context's."""
+        """``[C, S, V]`` the estimator's value on each edge, 0 in the end context; full ones are the context's."""
         est = configuration.estimator
         if est.full:
             value = est.value(self.log_probs, self.reference)[..., None]
+        elif configuration.rollout_value:
+            value = est.value(self.sampler - self.reference)
         else:
-            value = est.value((self.sampler if configuration.rollout_value else self.log_probs) - self.reference)
+            return est.value(self.delta)  # every estimator is 0 at 0
         return np.where(self.alive, np.broadcast_to(value, self.log_probs.shape), 0.0)
 
     def slopes(self, configuration: Configuration) -> np.ndarray:
-        """``[C, S, V]`` the estimator's slope on each edge."""
+        """``[C, S, V]`` the estimator's slope on each edge; anything in the end context."""
         est = configuration.estimator
-        slope = est.slope(self.log_probs, self.reference) if est.full else est.slope(self.log_probs - self.reference)
-        return np.where(self.alive, slope, 0.0)
+        return est.slope(self.log_probs, self.reference) if est.full else est.slope(self.delta)
 
 
 # ------------------------------------------------------------------------------------------- one update, all runs
@@ -88,29 +96,57 @@ def ascent(
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         coefficient = _shared_coefficients(algorithm, penalties, beta, batch, tables)
         weights, shift = np.zeros(batch.shape), np.zeros((len(beta), passes.features.shape[1]))
+        # where every token weighs the same, configurations differ in tables alone: of slopes, and of values by credit
+        slope = np.zeros(batch.shape)
+        values: dict[str, dict[tuple[int, int], np.ndarray]] = {}
         for configuration, rows in penalties:
             if configuration is None or (is_folded(configuration, algorithm) and not configuration.in_loss):
                 continue
             part = _Part(configuration, batch, rows, tables.part(rows), beta[rows])
             if configuration.in_reward and not is_folded(configuration, algorithm):
                 constants = _constants(configuration, passes.family, part.tables)
-                beside = part.in_reward(constants)
                 if algorithm.clip and batch.log_rho is not None:  # PPO clips a token by all that it is given
+                    beside = part.in_reward(constants)
                     columns = slice(rows.start * batch.samples, rows.stop * batch.samples)
                     coefficient = np.broadcast_to(coefficient, batch.edges.shape[::-1]).copy(order="K")
                     coefficient[columns] -= beside
+                elif part.even and configuration.credit != "whole":
+                    table = values.setdefault(configuration.credit, {})
+                    table[rows.start, rows.stop] = part.scale * part.tables.values(configuration)
+                    if configuration.baseline != "none":
+                        b = part.subtracted(part.total, constants)
+                        weights[rows] += part.own.weigh(part.each(part.scale.ravel()) * b)
                 else:
-                    weights[rows] -= part.own.weigh(beside)
+                    weights[rows] -= part.own.weigh(part.in_reward(constants))
                 if configuration.baseline == "optimal-per-coordinate":
                     scores = passes.to_parameters(part.baseline(), np.exp(part.tables.log_probs))
                     shift[rows] = beta[rows, None] * constants * scores
-            if configuration.in_loss:
+            if configuration.in_loss and part.even and not configuration.estimator.full:
+                slope[rows] = part.scale * part.tables.slopes(configuration)
+            elif configuration.in_loss:
                 weights[rows] -= part.in_loss()
         if algorithm.clip and batch.log_rho is not None:
             coefficient = _clipped(coefficient, batch.log_ratios, algorithm.clip)
+        for credit, table in values.items():
+            for rows, value in _side_by_side(table):
+                weights[rows] -= batch.part(rows).credited(value, credit)
+        if slope.any():  # where nothing was sampled there is no term, even if its slope is infinite
+            weights -= np.where(batch.counts > 0, batch.counts * slope, 0.0)
         weights += batch.weigh(coefficient)
-        direction = passes.to_parameters(weights * tables.alive, np.exp(tables.log_probs))
+        direction = passes.to_parameters(np.where(tables.alive, weights, 0.0), np.exp(tables.log_probs))
         return (direction + shift) / batch.samples
+
+
+def _side_by_side(tables: dict[tuple[int, int], np.ndarray]) -> Iterator[tuple[slice, np.ndarray]]:
+    """Tables of runs that stand side by side as one."""
+    spans: list[list[tuple[int, int]]] = []
+    for span in sorted(tables):
+        if spans and spans[-1][-1][1] == span[0]:
+            spans[-1].append(span)
+        else:
+            spans.append([span])
+    for group in spans:
+        yield slice(group[0][0], group[-1][1]), np.concatenate([tables[span] for span in group])
 
 
 def _shared_coefficients(
@@ -124,7 +160,7 @@ def _shared_coefficients(
         for configuration, rows in folded:
             each = beta[rows, None, None] / configuration.divisor
             value[rows] = each * tables.part(rows).values(configuration)
-        reward = reward - value.ravel().take(batch.edges).sum(axis=0).reshape(reward.shape)
+        reward = reward - batch.total(value)
     coefficient = advantages(algorithm, reward).reshape(-1, 1)
     if algorithm.aggregation == "length-mean":
         coefficient = coefficient / batch.lengths
@@ -172,9 +208,29 @@ class _Part:
         """These runs' sequences."""
         return self.batch.part(self.rows)
 
+    @property
+    def total(self) -> np.ndarray:
+        """``[n, 1]`` C, the sum of each sequence's values."""
+        return self.own.total(self.tables.values(self.configuration)).reshape(-1, 1)
+
     def each(self, of_run: np.ndarray) -> np.ndarray:
         """``[n, 1]`` a number of each run, for its sequences."""
         return np.repeat(of_run, self.batch.samples)[:, None]
+
+    @property
+    def plain(self) -> bool:
+        """Whether all importance ratios are 1."""
+        return self.configuration.ratio == "none" or self.batch.log_rho is None
+
+    @property
+    def even(self) -> bool:
+        """Whether every token of a loss weighs the same."""
+        return self.plain and self.configuration.aggregation != "length-mean"
+
+    @property
+    def scale(self) -> np.ndarray:
+        """``[C, 1, 1]`` beta over a constant divisor."""
+        return self.beta[:, None, None] / self.configuration.divisor
 
     @property
     def divisor(self) -> Any:
@@ -194,30 +250,32 @@ class _Part:
             own_wide, inside_wide = (np.broadcast_to(omega, values.shape) for omega in (own, inside))
             values = np.ascontiguousarray(values)  # running sums along rows that lie in memory are twice as quick
             coefficient = credit_sums(configuration, values, own_wide, inside_wide, np)
-        if configuration.baseline == "loo":
-            grouped = total.reshape(-1, configuration.group(self.own.samples))
-            others = (grouped.sum(axis=1, keepdims=True) - grouped) / (grouped.shape[1] - 1)
-            coefficient = coefficient - own * others.reshape(-1, 1)
-        elif configuration.baseline not in ("none", "optimal-per-coordinate"):
-            coefficient = coefficient - own * self.each(constants[:, 0])
+        coefficient = coefficient - own * self.subtracted(total, constants)
         return self.each(self.beta) * coefficient / self.divisor
+
+    def subtracted(self, total: np.ndarray, constants: np.ndarray) -> Any:
+        """``[n, 1]`` b of each sequence, from the sums of its values; a baseline per coordinate is not one number."""
+        if self.configuration.baseline == "loo":
+            grouped = total.reshape(-1, self.configuration.group(self.own.samples))
+            others = (grouped.sum(axis=1, keepdims=True) - grouped) / (grouped.shape[1] - 1)
+            return others.reshape(-1, 1)
+        fixed = self.configuration.baseline not in ("none", "optimal-per-coordinate")
+        return self.each(constants[:, 0]) if fixed else 0.0
 
     def baseline(self) -> np.ndarray:
         """``[C, S, V]`` weights on scores of what a baseline multiplies, sum_t omega(t) p_t / D."""
         own = self.own.ratios(self.configuration.ratio)[0]
-        return self.own.weigh(own / self.divisor) * self.tables.alive
+        return np.where(self.tables.alive, self.own.weigh(own / self.divisor), 0.0)
 
     def in_loss(self) -> np.ndarray:
         """``[C, S, V]`` weights on scores of the in-loss part: lambda_t times slopes."""
         configuration = self.configuration
-        plain = configuration.ratio == "none" or self.batch.log_rho is None
-        if plain and configuration.aggregation != "length-mean":
-            visits = self.batch.counts[self.rows] / configuration.divisor
+        if self.even:
+            visits = self.batch.counts[self.rows] * self.scale
         else:
             own, before = self.own.ratios(configuration.ratio)
-            visits = self.own.weigh(loss_weights(configuration, own, before) / self.divisor)
+            weight = loss_weights(configuration, own, before) / self.divisor
+            visits = self.own.weigh(self.each(self.beta) * weight)
         if configuration.estimator.full:
             visits = visits.sum(axis=2, keepdims=True)
-        # where nothing was sampled there is no term, even if its slope is infinite
-        found = np.where(visits != 0, visits * self.tables.slopes(configuration), 0.0)
-        return self.beta[:, None, None] * found
+        return np.where(visits != 0, visits * self.tables.slopes(configuration), 0.0)

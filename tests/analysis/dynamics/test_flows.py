@@ -74,7 +74,6 @@ def test_a_saddle_is_unstable_and_a_free_point_neutral():
     free = objectives.family(settled)
     neutral = follow(free, field_of(free, parse("k1-in-loss"), 0.3), start)
     assert (neutral.settled, neutral.kind) == (True, "neutral")
-    # past the point where the mean field of k3-in-reward turns: the closed curve of zeros has a repelling side
     found = flows.FixedPoint(start, 0.0, True, False, np.array([0.3 + 0j, -1.0]))
     assert found.kind == "unstable"
     assert flows.FixedPoint(start, 0.0, True, False, np.array([-0.1 + 0.5j, -0.1 - 0.5j])).kind == "spiral"
@@ -154,7 +153,7 @@ def test_a_uniform_reference_repels(name):
     pair = PolicyPair(automaton, tabular(automaton, uniform), log_softmax(uniform))
     family = objectives.family(task(pair, "none", 1))
     found = pull(family, parse(name), np.array([1.0, 0.0, 0.0, 0.0]), distance=0.05)
-    # the penalty is -x^4 / 6 or / 8 (theory 2.4): its force is of third order, and outward
+    # with x = 2p - 1 the penalty descended is -x^4 / 6 (k3) or -x^4 / 8 (k2): a force of third order, and outward
     assert_close(found.order, 3, 0.02)
     assert_close(found.towards, -1, 1e-6)
 
