@@ -145,9 +145,9 @@ def expected_ascent(
     family, on_policy = passes.family, tables.sampler is tables.log_probs
     out = np.empty((len(beta), family.features.shape[2]))
     for configuration, rows in penalties:
-        part = tables.part(rows)
         if on_policy and is_quick(configuration, algorithm):
-            out[rows] = on_policy_fields(passes, configuration, beta[rows], part.log_probs, part.reference, algorithm)
+            here, reference = tables.log_probs[rows], tables.reference[rows]
+            out[rows] = on_policy_fields(passes, configuration, beta[rows], here, reference, algorithm)
             continue
         for i in range(*rows.indices(len(beta))):
             policy, behaviour = family.policy_of(tables.log_probs[i]), None if on_policy else tables.sampler[i]

@@ -9,7 +9,7 @@ d parameters.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from klgrad.synth.objectives import Family
 if TYPE_CHECKING:
     from jaxtyping import Float
 
+ALL = slice(None)
 EPSILON = 1e-4  # beside GRPO's standard deviation, as in TRL
 
 Penalties = Sequence[tuple[Configuration | None, slice]]  # each with the runs, side by side, that it penalises
@@ -52,33 +53,37 @@ class Tables:
     reference: Float[np.ndarray, "C S V"]
     sampler: Float[np.ndarray, "C S V"]
     alive: np.ndarray
+    _kept: dict[tuple[str, str, bool], np.ndarray] = field(default_factory=dict)
 
     @cached_property
     def delta(self) -> Float[np.ndarray, "C S V"]:
         """Log-ratios to the reference; 0 in the end context."""
         return np.where(self.alive, self.log_probs - self.reference, 0.0)
 
-    def part(self, rows: slice) -> Tables:
-        """Those of some of the runs."""
-        part = Tables(self.log_probs[rows], self.reference[rows], self.sampler[rows], self.alive)
-        part.__dict__["delta"] = self.delta[rows]
-        return part
+    def values(self, configuration: Configuration, rows: slice = ALL) -> np.ndarray:
+        """``[C, S, V]`` the estimator's value on each edge, 0 in the end context; full ones are the context's.
 
-    def values(self, configuration: Configuration) -> np.ndarray:
-        """``[C, S, V]`` the estimator's value on each edge, 0 in the end context; full ones are the context's."""
-        est = configuration.estimator
-        if est.full:
-            value = est.value(self.log_probs, self.reference)[..., None]
-        elif configuration.rollout_value:
-            value = est.value(self.sampler - self.reference)
-        else:
-            return est.value(self.delta)  # every estimator is 0 at 0
-        return np.where(self.alive, np.broadcast_to(value, self.log_probs.shape), 0.0)
+        Worked out once for all runs, as configurations that share an estimator share it.
+        """
+        est, frozen = configuration.estimator, configuration.rollout_value
+        key = ("value", est.name, frozen)
+        if key not in self._kept:
+            if est.full:
+                whole = est.value(self.log_probs, self.reference)[..., None]
+                value = np.where(self.alive, np.broadcast_to(whole, self.log_probs.shape), 0.0)
+            else:  # every estimator is 0 at 0
+                value = est.value(np.where(self.alive, self.sampler - self.reference, 0.0) if frozen else self.delta)
+            self._kept[key] = value
+        return self._kept[key][rows]
 
-    def slopes(self, configuration: Configuration) -> np.ndarray:
+    def slopes(self, configuration: Configuration, rows: slice = ALL) -> np.ndarray:
         """``[C, S, V]`` the estimator's slope on each edge; anything in the end context."""
         est = configuration.estimator
-        return est.slope(self.log_probs, self.reference) if est.full else est.slope(self.delta)
+        key = ("slope", est.name, False)
+        if key not in self._kept:
+            full = est.full
+            self._kept[key] = est.slope(self.log_probs, self.reference) if full else est.slope(self.delta)
+        return self._kept[key][rows]
 
 
 # ------------------------------------------------------------------------------------------- one update, all runs
@@ -102,9 +107,9 @@ def ascent(
         for configuration, rows in penalties:
             if configuration is None or (is_folded(configuration, algorithm) and not configuration.in_loss):
                 continue
-            part = _Part(configuration, batch, rows, tables.part(rows), beta[rows])
+            part = _Part(configuration, batch, rows, tables, beta[rows])
             if configuration.in_reward and not is_folded(configuration, algorithm):
-                constants = _constants(configuration, passes.family, part.tables)
+                constants = _constants(configuration, passes.family, tables, rows)
                 if algorithm.clip and batch.log_rho is not None:  # PPO clips a token by all that it is given
                     beside = part.in_reward(constants)
                     columns = slice(rows.start * batch.samples, rows.stop * batch.samples)
@@ -112,17 +117,17 @@ def ascent(
                     coefficient[columns] -= beside
                 elif part.even and configuration.credit != "whole":
                     table = values.setdefault(configuration.credit, {})
-                    table[rows.start, rows.stop] = part.scale * part.tables.values(configuration)
+                    table[rows.start, rows.stop] = part.scale * part.values
                     if configuration.baseline != "none":
                         b = part.subtracted(part.total, constants)
                         weights[rows] += part.own.weigh(part.each(part.scale.ravel()) * b)
                 else:
                     weights[rows] -= part.own.weigh(part.in_reward(constants))
                 if configuration.baseline == "optimal-per-coordinate":
-                    scores = passes.to_parameters(part.baseline(), np.exp(part.tables.log_probs))
+                    scores = passes.to_parameters(part.baseline(), np.exp(tables.log_probs[rows]))
                     shift[rows] = beta[rows, None] * constants * scores
             if configuration.in_loss and part.even and not configuration.estimator.full:
-                slope[rows] = part.scale * part.tables.slopes(configuration)
+                slope[rows] = part.scale * tables.slopes(configuration, rows)
             elif configuration.in_loss:
                 weights[rows] -= part.in_loss()
         if algorithm.clip and batch.log_rho is not None:
@@ -159,7 +164,7 @@ def _shared_coefficients(
         value = np.zeros(batch.shape)
         for configuration, rows in folded:
             each = beta[rows, None, None] / configuration.divisor
-            value[rows] = each * tables.part(rows).values(configuration)
+            value[rows] = each * tables.values(configuration, rows)
         reward = reward - batch.total(value)
     coefficient = advantages(algorithm, reward).reshape(-1, 1)
     if algorithm.aggregation == "length-mean":
@@ -176,15 +181,16 @@ def _clipped(coefficient: np.ndarray, log_ratios: np.ndarray, epsilon: float) ->
     return np.where(out, 0.0, coefficient)
 
 
-def _constants(configuration: Configuration | None, family: Family, tables: Tables) -> np.ndarray:
+def _constants(configuration: Configuration | None, family: Family, tables: Tables, rows: slice) -> np.ndarray:
     """``[C, 1]`` the constant baseline b of each run (``[C, d]`` per coordinate), exact; 0 where there is none."""
-    runs = len(tables.log_probs)
+    runs = rows.stop - rows.start
     if configuration is None or configuration.baseline in ("none", "loo"):
         return np.zeros((runs, 1))
     if configuration.baseline == "constant":
         return np.full((runs, 1), configuration.baseline_value)
     found = []
-    for log_probs, reference, sampler in zip(tables.log_probs, tables.reference, tables.sampler, strict=True):
+    theirs = (tables.log_probs[rows], tables.reference[rows], tables.sampler[rows])
+    for log_probs, reference, sampler in zip(*theirs, strict=True):
         policy = family.policy_of(log_probs)
         behaviour = None if np.array_equal(sampler, log_probs) else sampler
         pair = replace(family.task.pair, policy=policy, reference=reference, behaviour=behaviour)
@@ -209,9 +215,14 @@ class _Part:
         return self.batch.part(self.rows)
 
     @property
+    def values(self) -> np.ndarray:
+        """``[C, S, V]`` these runs' values on each edge."""
+        return self.tables.values(self.configuration, self.rows)
+
+    @property
     def total(self) -> np.ndarray:
         """``[n, 1]`` C, the sum of each sequence's values."""
-        return self.own.total(self.tables.values(self.configuration)).reshape(-1, 1)
+        return self.own.total(self.values).reshape(-1, 1)
 
     def each(self, of_run: np.ndarray) -> np.ndarray:
         """``[n, 1]`` a number of each run, for its sequences."""
@@ -240,7 +251,7 @@ class _Part:
     def in_reward(self, constants: np.ndarray) -> np.ndarray:
         """``[n, T]`` or ``[n, 1]`` the in-reward coefficient of each token's score."""
         configuration = self.configuration
-        values = self.tables.values(configuration).ravel().take(self.own.edges).T
+        values = self.values.ravel().take(self.own.edges).T
         own, before = self.own.ratios(configuration.ratio)
         total = values.sum(axis=1, keepdims=True)
         if configuration.credit == "whole" and configuration.ratio != "prefix":
@@ -278,4 +289,4 @@ class _Part:
             visits = self.own.weigh(self.each(self.beta) * weight)
         if configuration.estimator.full:
             visits = visits.sum(axis=2, keepdims=True)
-        return np.where(visits != 0, visits * self.tables.slopes(configuration), 0.0)
+        return np.where(visits != 0, visits * self.tables.slopes(configuration, self.rows), 0.0)

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -17,6 +19,7 @@ from klgrad.analysis.dynamics.runs import COLUMNS
 from klgrad.commands.sweep import STORE
 from klgrad.synth.tasks import TASKS
 
+ROOT = Path(cli.__file__).resolve().parent
 SMALL = ("--task", "phase", "--steps", "6", "--samples", "8", "--workers", "1")
 
 
@@ -220,3 +223,16 @@ def test_tasks_are_listed_with_their_numbers():
     text, rows = run("presets", "--tasks").output, json.loads(run("presets", "--tasks", "--json").output)
     assert [row["name"] for row in rows] == list(TASKS)
     assert all(row["reward"] in text for row in rows)
+
+
+# ------------------------------------------------------------------------------------------------- the docs page
+
+
+@pytest.mark.slow
+def test_the_page_tells_what_the_command_prints(tmp_path):
+    page = (ROOT / "docs" / "dynamics.md").read_text()
+    done = run("dynamics", "--beta", "0.02,0.05,0.2", "--out", tmp_path, "--json")
+    rows = {row["configuration"]: row for row in json.loads(done.output) if row["beta"] == 0.05}
+    for name, row in rows.items():
+        told = re.search(rf"^\| {name} \| (-?[\d.]+) \[.*?\] \| (\S+) \| ([\d.]+) \|", page, re.MULTILINE)
+        assert [float(told[1]), float(told[3])] == pytest.approx([row["objective"], row["kl"]], rel=0.01), name
