@@ -112,7 +112,9 @@ class Training:
 task_options = grouped(
     "training",
     Training,
-    click.option("--task", metavar="NAME", help="A published task; `klgrad presets` lists them.  [default: pattern]"),
+    click.option(
+        "--task", metavar="NAME", help="A published task; `klgrad presets --tasks` lists them.  [default: pattern]"
+    ),
     click.option("--preset", metavar="NAME", help="Instead of a task: a published pair, with --reward."),
     click.option("--pair", metavar="FILE|MODULE:FUNCTION", help="Instead of a task: your own pair, with --reward."),
     click.option(
@@ -131,7 +133,9 @@ task_options = grouped(
         help="Start at the reference, or at the pair's own policy.",
     ),
 )
-beta_option = click.option("--beta", type=Numbers(), metavar="B[,B...]", help="Coefficients of the KL.")
+beta_option = click.option(
+    "--beta", type=Numbers(), metavar="B[,B...]", help="Coefficients of the KL. Default: the task's, or 0.1."
+)
 config_option = click.option(
     "--config",
     "configs",

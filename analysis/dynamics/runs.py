@@ -77,7 +77,8 @@ def study(
         every: keep every so many steps, and the last.
         workers: processes; the numbers do not depend on it. More than one needs a main module that can be imported.
         store: a folder for finished blocks; those already there are taken up.
-        progress: called with (blocks done, blocks in all).
+        progress: called with (updates done, updates in all), those of a block counted once; with several workers
+            whenever a block is done.
 
     Returns:
         A frame with ``COLUMNS``: one row per run and kept step. ``collapsed`` is the step at which the run left the
@@ -126,11 +127,14 @@ def _records(
     """(block, record) as they are done; stored ones first."""
     done = 0
 
+    def so_far(updates: int) -> None:
+        if progress:
+            progress(done * steps + updates, len(todo) * steps)
+
     def finished() -> None:
         nonlocal done
         done += 1
-        if progress:
-            progress(done, len(todo))
+        so_far(0)
 
     open_blocks = []
     for index in range(len(todo)):
@@ -141,16 +145,18 @@ def _records(
         yield index, stored
         finished()
     jobs = [(index, (family, [runs[i] for i in todo[index]], steps, start, expected)) for index in open_blocks]
-    for index, record in _work(jobs, workers):
+    for index, record in _work(jobs, workers, so_far):
         if folder is not None:
             _save(folder, index, record)
         yield index, record
         finished()
 
 
-def _job(arguments: tuple[Family, list[Run], int, np.ndarray, bool]) -> Record:
+def _job(
+    arguments: tuple[Family, list[Run], int, np.ndarray, bool], progress: Callable[[int], None] | None = None
+) -> Record:
     family, runs, steps, start, expected = arguments
-    return train(family, runs, steps, start, expected=expected)
+    return train(family, runs, steps, start, expected=expected, progress=progress)
 
 
 def _quiet_interrupt() -> None:
@@ -159,11 +165,11 @@ def _quiet_interrupt() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; a worker finishes its block
 
 
-def _work(jobs: list[tuple[int, Any]], workers: int) -> Iterator[tuple[int, Record]]:
+def _work(jobs: list[tuple[int, Any]], workers: int, progress: Callable[[int], None]) -> Iterator[tuple[int, Record]]:
     """Yield (block, record); processes, because small arrays leave threads waiting for the interpreter's lock."""
     if workers <= 1 or len(jobs) <= 1:
         for index, job in jobs:
-            yield index, _job(job)
+            yield index, _job(job, progress)
         return
     from concurrent.futures import ProcessPoolExecutor, as_completed
     from multiprocessing import get_context

@@ -65,7 +65,7 @@ def test_a_stored_run_goes_on_from_its_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "train", lambda *a, **k: trained.append(len(a[1])) or train(*a, **k))
     again = study(FAMILY, RUNS, 3, START, store=tmp_path, progress=lambda done, total: seen.append((done, total)))
     assert trained == [12]
-    assert seen == [(1, 2), (2, 2)]
+    assert seen == [(3, 6), (4, 6), (5, 6), (6, 6), (6, 6)]  # the stored block, then updates
     pd.testing.assert_frame_equal(whole, again)
 
 
