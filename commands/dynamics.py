@@ -149,17 +149,18 @@ def dynamics(
                 family, runs, steps, start, expected=expected, every=every or max(1, steps // SHOWN),
                 workers=workers or min(4, os.cpu_count() or 1), store=store, progress=progress,
             )  # fmt: skip
+        ends = summary(frame)
+        written = _draw(frame, ends, out)
+        request = {
+            "training": vars(training), "reward": family.task.reward.name, "length": family.task.length,
+            "out_of_domain": family.task.out_of_domain.name, "runs": [asdict(run) for run in runs], "steps": steps,
+            "expected": expected,
+        }  # fmt: skip
+        results.save(frame, results.manifest("klgrad dynamics", [family.task.pair], request), out / "dynamics")
+        results.forget(store_of(store, family, runs, steps, start, expected=expected))  # until here nothing is lost
     except KeyboardInterrupt:
         kept = f": finished blocks are kept in {store}; the same command goes on from them" if store.exists() else ""
         raise KeyboardInterrupt(kept) from None
-    ends = summary(frame)
-    written = _draw(frame, ends, out)
-    request = {
-        "training": vars(training), "reward": family.task.reward.name, "out_of_domain": family.task.out_of_domain.name,
-        "length": family.task.length, "runs": [asdict(run) for run in runs], "steps": steps, "expected": expected,
-    }  # fmt: skip
-    results.save(frame, results.manifest("klgrad dynamics", [family.task.pair], request), out / "dynamics")
-    results.forget(store_of(store, family, runs, steps, start, expected=expected))
     if as_json:
         dump(results.records(ends))
     elif not quiet:

@@ -123,8 +123,10 @@ def stability(
     Raises:
         ValueError: for too many parameters, or a configuration outside ``with_reward``.
     """
-    if learning_rate <= 0 or samples < 2:
-        raise ValueError(f"learning rate {learning_rate} must be positive and samples {samples} at least 2")
+    if learning_rate <= 0:
+        raise ValueError(f"learning rate = {learning_rate:g} must be positive")
+    if samples < 2:
+        raise ValueError(f"samples = {samples} is too few: leave-one-out needs at least 2")
     basis = family.basis
     if basis.shape[1] > MAX_DIRECTIONS or not full_fits(family.task.pair):
         raise ValueError(
