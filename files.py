@@ -83,8 +83,10 @@ def load_module(place: str) -> Any:
         sys.modules[path.stem] = module  # what looks its own module up, such as a dataclass, finds it
         try:
             spec.loader.exec_module(module)
-        finally:
-            if known is not None:
+        finally:  # afterwards the name means what it meant before: another file may bear it too
+            if known is None:
+                sys.modules.pop(path.stem, None)
+            else:
                 sys.modules[path.stem] = known
         return module
     finally:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from klgrad.commands.display import count, dump, number, table
+from klgrad.commands.display import count, dump, notes, number, table
 from klgrad.commands.options import (
     Drawing,
     Source,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from klgrad.synth.policies import PolicyPair
 
 
-BENCHMARK = "k1-in-reward"  # printed at any rank: the plain choice that others are measured by
+BENCHMARKS = ("k1-in-reward", "k3-in-both")  # printed at any rank: the plain choices that others are measured by
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ question_options = grouped(
         type=click.IntRange(min=1),
         default=10,
         show_default=True,
-        help=f"With --rank: ranks to print of each length, and {BENCHMARK}. --json and --out have all.",
+        help=f"With --rank: ranks to print of each length, and {' and '.join(BENCHMARKS)}. --json and --out have all.",
     ),
 )
 
@@ -112,7 +112,12 @@ def compare(
         lengths = lengths_of(lengths, source)
         pair = pair_of(source, max(lengths))
         candidates = configurations_of(configs, [pair], drawing.quiet) if configs else ranking.grid(pair)
-        configs = tuple(str(c) for c in ranking.unbiased(pair, candidates, lengths))
+        found = ranking.unbiased(pair, candidates, lengths)
+        configs = tuple(str(c) for c in found)
+        clamped = dict.fromkeys(str(c.estimator) for c in found if not c.estimator.unbiased)
+        notes(
+            (f"{name} is unbiased here alone: its clamp is not reached on this pair" for name in clamped), drawing.quiet
+        )
 
     def extend(pair: PolicyPair, frame: pd.DataFrame) -> pd.DataFrame:
         return ranking.extend(pair, frame, error=question.error, rank=question.rank)
@@ -169,7 +174,7 @@ def _show(frame: pd.DataFrame, question: Question) -> None:
     from klgrad.analysis.results import records
 
     if question.rank is not None:
-        frame = frame[(frame["rank"] <= question.top) | (frame["configuration"] == BENCHMARK)]
+        frame = frame[(frame["rank"] <= question.top) | frame["configuration"].isin(BENCHMARKS)]
     dull = {"source", "bias", "relative", "cosine", "KL estimate"} if question.unbiased else set()
     for name, part in frame.groupby("preset", sort=False):
         rows = [_cells(row) for row in records(part)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from klgrad.analysis.checking import gradient, invariance, numerics, sampling, value, variance
 from klgrad.analysis.checking.calling import Fault, TimedOut, limit
 from klgrad.analysis.checking.report import SECTIONS, WANTED, Finding, Report
@@ -12,6 +14,8 @@ from klgrad.analysis.checking.signature import load
 from klgrad.analysis.checking.subject import BuiltIn, Function, function_subject
 from klgrad.synth.configurations import PLACEMENTS, Configuration, parse
 from klgrad.synth.estimators import ESTIMATORS, estimator, unknown
+
+_IMPORT = 120.0  # seconds that importing a file may take
 
 
 def run(
@@ -65,10 +69,11 @@ def run(
         raise ValueError(f"{name} returns {what}: leave --placement {placement} out")
     report = Report(name, target, placement)
     try:
-        for done, grown in enumerate(_sections(subject, report, error, sections), 1):
-            report = grown
-            if progress is not None:
-                progress(done, len(SECTIONS))
+        with np.errstate(all="ignore"):  # what overflows is a finding
+            for done, grown in enumerate(_sections(subject, report, error, sections), 1):
+                report = grown
+                if progress is not None:
+                    progress(done, len(SECTIONS))
     except Fault as fault:
         report = _with(report, findings=(*report.findings, _broken(fault)))
     return report
@@ -92,10 +97,11 @@ def built_in(name: str) -> BuiltIn:
 
 def _loaded(name: str, timeout: float) -> Callable[..., Any]:
     try:
-        with limit(timeout):
+        with limit(max(timeout, _IMPORT)):  # importing torch alone takes a while on a busy machine
             return load(name)
     except TimedOut:
-        raise ValueError(f"importing {name.rpartition(':')[0]} did not finish within {timeout:g} seconds") from None
+        place, seconds = name.rpartition(":")[0], max(timeout, _IMPORT)
+        raise ValueError(f"importing {place} did not finish within {seconds:g} seconds: give it --timeout") from None
 
 
 def _broken(fault: Fault) -> Finding:
@@ -136,7 +142,7 @@ def _sections(subject: BuiltIn | Function, report: Report, error: float, section
     yield report
     verdicts = {where: found["verdict"] for where, found in section.gradient.items()}
     if "variance" in sections:
-        spread, findings = variance.examine(section.measured, verdicts, error)
+        spread, findings = variance.examine(section.measured, report.gives, error)
         if subject.kind != "loss" and not coupled and subject.returns != "return" and not surrogate:
             unbiased = report.value["relative_bias"] <= 10 * subject.tolerance
             tail, heavy = variance.tail(subject, unbiased=unbiased)

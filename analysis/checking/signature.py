@@ -50,7 +50,8 @@ ROLES: dict[str, str] = {
         "token_ids input_ids labels actions action ids response_ids completion_ids responses completions "
         "targets target_ids sampled"
     ),
-    "log_ratio": "log_ratios logratio logratios logr log_r kl_log_ratio delta",
+    "log_ratio": "log_ratios logratio logratios kl_log_ratio delta",
+    "reverse_log_ratio": "logr log_r",
     "advantages": "advantage adv advs token_advantages",
     "sequence_advantages": "seq_advantages",
     "rewards": "reward score scores sequence_rewards outcome_rewards r returns_outcome",
@@ -69,6 +70,7 @@ SHAPES = {
     "full_reference": "[B, T, V] of the reference",
     "tokens": "[B, T] token numbers",
     "log_ratio": "[B, T] log pi / pi_ref",
+    "reverse_log_ratio": "[B, T] log pi_ref / pi",
     "advantages": "[B, T] zeros",
     "sequence_advantages": "[B] zeros",
     "rewards": "[B] zeros",
@@ -157,7 +159,7 @@ def plan(function: Callable[..., Any], mapping: Mapping[str, str] = {}, constant
     if double is not None:
         names = " and ".join(name for name, role in roles.items() if role == double)
         raise ValueError(f"{names} would both be given {double}: tell them apart with --map")
-    if not {"log_probs", "full_log_probs", "log_ratio"} & set(taken):
+    if not {"log_probs", "full_log_probs", "log_ratio", "reverse_log_ratio"} & set(taken):
         raise ValueError(
             f"no parameter of {', '.join(parameters) or 'the function'} asks for the policy's log-probs: "
             "name one with --map theirs=log_probs"

@@ -220,6 +220,7 @@ class Function:
     ) -> dict[str, Any]:
         rows, length = batch.mask.shape
         mask = np.asarray(batch.mask)
+        last = np.arange(length) == mask.sum(axis=1, keepdims=True) - 1  # where a reply's reward stands
         made: dict[str, Callable[[], Any]] = {
             "log_probs": lambda: given["log_probs"],
             "full_log_probs": lambda: given["full_log_probs"],
@@ -227,10 +228,11 @@ class Function:
             "behaviour": lambda: array(batch.behaviour),
             "full_reference": lambda: array(batch.full_reference),
             "log_ratio": lambda: given["log_probs"] - array(batch.reference),
+            "reverse_log_ratio": lambda: array(batch.reference) - given["log_probs"],
             "mask": lambda: array(mask) if self.mask == "float" else whole(mask.astype(_MASKS[self.mask])),
             "tokens": lambda: whole(np.array(batch.tokens, np.int64)),
             "advantages": lambda: array(np.full((rows, length), self.shift)),
-            "token_rewards": lambda: array(np.full((rows, length), self.shift)),
+            "token_rewards": lambda: array(np.where(last, self.shift, 0.0)),
             "sequence_advantages": lambda: array(np.full(rows, self.shift)),
             "rewards": lambda: array(np.full(rows, self.shift)),
             "beta": lambda: beta,
@@ -297,13 +299,26 @@ def function_subject(
     for backend in ("torch", "numpy") if _mentions_torch(function) else ("numpy", "torch"):
         for mask in _MASKS if how.takes("mask") else ("bool",):
             try:
-                return _probed(Function(shown, function, how, "token", backend, returns, mask, timeout=timeout), probe)
+                found = _probed(Function(shown, function, how, "token", backend, returns, mask, timeout=timeout), probe)
+                for sentence in _assumed(how, mapping):
+                    note(found.notes, sentence)
+                return found
             except Fault as fault:
                 if fault.kind != "raises":
                     raise
                 first = first or fault
     assert first is not None
     raise first
+
+
+def _assumed(how: Plan, mapping: Mapping[str, str]) -> Iterator[str]:
+    """What a name alone does not settle, or a small model does not show."""
+    for name, role in how.roles.items():
+        if role.endswith("log_ratio") and name not in mapping:
+            meant, other = ("pi / pi_ref", "reverse_log_ratio") if role == "log_ratio" else ("pi_ref / pi", "log_ratio")
+            yield f"{name!r} is given log {meant}; if it means the other way round, say --map {name}={other}"
+    if how.takes("full_log_probs"):
+        yield "vocabularies of 2 and 3 tokens are tried: a truncation to more tokens than that does not show"
 
 
 def _probed(subject: Function, probe: Batch) -> Function:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from functools import cache
 from typing import Any
 
@@ -34,13 +35,14 @@ def _best(model: Model) -> tuple[dict[str, float], str]:
 
 
 def examine(
-    measured: dict[str, list[Measured]], target: dict[str, str], error: float
+    measured: dict[str, list[Measured]], reached: Collection[str], error: float
 ) -> tuple[dict[str, Any], list[Finding]]:
     """The variance's part of a report.
 
     Args:
         measured: placement -> its gradient on every model.
-        target: placement -> its verdict; only gradients worth having get a count of sequences.
+        reached: the placements that give the wanted gradient; a bias stays however many sequences there are, so only
+            these get a count of them.
         error: the relative error of the gradient that the counts are for.
     """
     numbers: dict[str, Any] = {"error": error, "best_unbiased": {}}
@@ -49,7 +51,9 @@ def examine(
         if all(m.dead for m in each) or any(m.variance is None for m in each):
             continue
         fixed = [m for m in each if not m.model.ends]
-        to_k1, to_best, needed = {}, {}, {}
+        to_k1: dict[int, float] = {}
+        to_best: dict[int, float] = {}
+        needed: dict[int, int | None] = {}
         for length in sorted({m.model.length for m in fixed}):
             here = [m for m in fixed if m.model.length == length]
             known = [_best(m.model) for m in here]
@@ -57,7 +61,8 @@ def examine(
             to_k1[length] = own / sum(variances[BASELINE] for variances, _ in known)
             to_best[length] = own / sum(variances[name] for variances, name in known)
             size = sum(float(m.model.truth @ m.model.truth) for m in here)
-            needed[length] = math.ceil(own / (error**2 * size))
+            count = own / (error**2 * size)
+            needed[length] = math.ceil(count) if placement in reached and math.isfinite(count) else None
             numbers["best_unbiased"][length] = known[0][1]
         numbers[placement] = {
             "relative_to_k1_in_reward": to_k1, "relative_to_best_unbiased": to_best, "sequences_for_error": needed,
@@ -68,7 +73,12 @@ def examine(
             "variance", "info",
             f"in the {PLACE[placement]}, {to_k1[last]:.3g} times the variance of {BASELINE} at T = {last} "
             f"({to_k1[min(to_k1)]:.3g} at T = {min(to_k1)}), {to_best[last]:.3g} times the best unbiased one's "
-            f"({numbers['best_unbiased'][last]}); {needed[last]:,} sequences for a gradient within {error:.0%}",
+            f"({numbers['best_unbiased'][last]}); "
+            + (
+                "it is another gradient, and no number of sequences makes it the wanted one"
+                if needed[last] is None
+                else f"{needed[last]:,} sequences for a gradient within {error:.0%}"
+            ),
             numbers[placement],
         ))  # fmt: skip
     numbers["sequences_for_error"] = {p: numbers[p]["sequences_for_error"] for p in measured if p in numbers}

@@ -29,7 +29,7 @@ def sentence(found: dict[str, Any], target: str, placement: str) -> str:
         else "the gradient is zero for every sample: detached, under no_grad, or clamped flat; logged, never optimised",
         "future": f"it is the future term alone: a token's own KL is missing ({far}); differentiate the exact "
         "per-position KL as well (placement both)",
-        "divergence": f"it optimises something else: {_factor(scale)}{found['name']} ({far}){free}",
+        "divergence": f"it optimises something else: {_factor(scale)}{found['name']} ({far}){free}{_by_length(scale)}",
     }
     if verdict in words:
         return words[verdict]
@@ -37,7 +37,7 @@ def sentence(found: dict[str, Any], target: str, placement: str) -> str:
         size = _factor(scale, signed=False)
         return f"the sign is wrong: minus {size}the {found['name']}-level gradient, so drift is rewarded; negate it"
     if verdict.startswith("scaled-"):
-        return _scaled_sentence(found, verdict.removeprefix("scaled-"))
+        return _scaled_sentence(found, verdict.removeprefix("scaled-"), target)
     return _other_sentence(found)
 
 
@@ -69,18 +69,26 @@ def _other_sentence(found: dict[str, Any]) -> str:
 
 def _factor(scale: float | dict[int, float], *, signed: bool = True) -> str:
     if isinstance(scale, dict):
-        return "a length-dependent multiple of "
+        return ""
     size = scale if signed else abs(scale)
     return "" if abs(size - 1) < 1e-6 else f"{size:.6g} times "
 
 
-def _scaled_sentence(found: dict[str, Any], field: str) -> str:
+def _by_length(scale: float | dict[int, float]) -> str:
+    if not isinstance(scale, dict):
+        return ""
+    listed = ", ".join(f"T = {n}: {s:.4g}" for n, s in scale.items())
+    return f", scaled by {_law(scale)} ({listed}); sum over tokens, or divide by a constant"
+
+
+def _scaled_sentence(found: dict[str, Any], field: str, target: str) -> str:
     scale = found["factor"]
     what = f"the {WANTED[field]} gradient"
     if not isinstance(scale, dict):
+        short = "; its future term is missing besides" if field == "token" and target == "sequence" else ""
         return (
             f"it is {scale:.6g} times {what}: the penalty's strength is {scale:.6g} beta, not beta; "
-            f"divide by {scale:.6g}"
+            f"divide by {scale:.6g}{short}"
         )
     law = _law(scale)
     ends = "; with an end token it is no multiple of it at all, since replies of different length weigh differently"
@@ -106,7 +114,7 @@ def _group_sentence(found: dict[str, Any], target: str) -> str:
     if found["verdict"] == target:
         return f"{start}the expected gradient is exactly the {WANTED[target]} gradient"
     if found["verdict"].startswith("scaled-") and isinstance(found["factor"], dict):
-        return start + _scaled_sentence(found, found["verdict"].removeprefix("scaled-"))
+        return start + _scaled_sentence(found, found["verdict"].removeprefix("scaled-"), target)
     if found["verdict"] == "other":
         return start + _other_sentence(found)
     if found["verdict"] == "zero":
@@ -117,4 +125,6 @@ def _group_sentence(found: dict[str, Any], target: str) -> str:
     elif all(isinstance(s, float) and abs(s - n) < 1e-4 for n, s in scales.items()):
         law = " = G: it sums over the batch where a mean is meant"
     sizes = ", ".join(f"G = {n}: {s:.4g}" if isinstance(s, float) else f"G = {n}: by length" for n, s in scales.items())
-    return f"{start}it is {found['verdict']} ({found['name']}, {_distance(found)}), factor by group size: {sizes}{law}"
+    field = WANTED.get(found["name"])
+    what = f"the {field} gradient" if field else found["name"]
+    return f"{start}it is {what} times a factor that depends on the group's size: {sizes}{law}"

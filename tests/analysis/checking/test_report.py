@@ -289,3 +289,35 @@ def test_assertions_pass_and_say_why_they_do_not():
 
     with pytest.raises(AssertionError, match="NaN"):
         testing.assert_finite(undefined)
+
+
+def test_sequences_are_counted_only_where_they_lead_there():
+    """A bias stays however many sequences there are."""
+    counts = check(k3).variance["sequences_for_error"]
+    assert all(n is None for placement in ("reward", "loss") for n in counts[placement].values())
+    assert all(isinstance(n, int) for n in counts["both"].values())
+
+
+def test_a_log_ratio_says_which_way_round_it_was_given():
+    def schulman(logr):
+        return torch.exp(torch.as_tensor(logr)) - 1 - logr
+
+    report = check(schulman)
+    assert report.passed
+    assert any("log pi_ref / pi" in f.message for f in report.of("function"))
+
+
+def test_a_clamp_of_the_drifted_context_is_not_outweighed():
+    def wide(log_probs, ref_log_probs):
+        return torch.clamp(torch.as_tensor(log_probs - ref_log_probs), -3, 3)
+
+    (warning,) = check(wide, placement="reward").of("gradient", "warning")
+    assert warning.numbers["relative_bias_after_drift"] > 0.5
+
+
+def test_token_level_scores_may_be_shifted():
+    def scores(token_level_scores, logp, ref_logp, mask):
+        return token_level_scores - torch.where(torch.as_tensor(mask), torch.as_tensor(logp - ref_logp), 0.0)
+
+    report = check(scores, returns="reward", sections=("gradient", "invariance"))
+    assert report.of("invariance", "warning") == []
