@@ -223,8 +223,13 @@ def manifest(command: str, pairs: Sequence[PolicyPair], request: dict[str, Any])
         "request": request,
         "pairs": {pair.name: fingerprint(pair) for pair in pairs},
         "software": software(),
-        "platform": f"{platform.system()} {platform.machine()}",
+        "platform": system(),
     }
+
+
+def system() -> str:
+    """Operating system and processor, which decide the last digits of exp and log."""
+    return f"{platform.system()} {platform.machine()}"
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -257,9 +262,14 @@ def writable_folder(path: Path) -> Path:
     return path
 
 
+def csv_bytes(frame: pd.DataFrame) -> bytes:
+    """The table as it is saved: every float in the fewest digits that read back as itself."""
+    return frame.to_csv(index=False, lineterminator="\n").encode()
+
+
 def save(frame: pd.DataFrame, provenance: dict[str, Any], stem: Path) -> None:
     """Write ``stem.csv`` and ``stem.json`` (manifest and rows), each atomically."""
-    write_whole(stem.with_suffix(".csv"), frame.to_csv(index=False, lineterminator="\n").encode())
+    write_whole(stem.with_suffix(".csv"), csv_bytes(frame))
     content = {"manifest": provenance, "rows": records(frame)}
     write_whole(stem.with_suffix(".json"), (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
 

@@ -123,7 +123,7 @@ def compare(
         return ranking.extend(pair, frame, error=question.error, rank=question.rank)
 
     frame = sweep(
-        "compare", [source], lengths, configs, drawing, out, exact_only=exact_only or question.unbiased,
+        "compare", [source], [lengths], configs, drawing, out, exact_only=exact_only or question.unbiased,
         extend=extend if any(question.asked.values()) else None, asked=question.asked,
     )  # fmt: skip
     if as_json:

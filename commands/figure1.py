@@ -44,4 +44,5 @@ def figure1(
         save_figure(figure1(frame), out / "figure1")
         return figure1_caption(frame)
 
-    sweep("figure1", figure_rows(source), lengths, configs, drawing, out, exact_only=exact_only, draw=draw)
+    rows = figure_rows(source)
+    sweep("figure1", rows, [lengths] * len(rows), configs, drawing, out, exact_only=exact_only, draw=draw)

@@ -39,4 +39,5 @@ def growth(source: Source, lengths: list[int], configs: tuple[str, ...], out: Pa
         save_figure(growth(frame), out / "growth")
         return ""
 
-    sweep("growth", figure_rows(source), lengths, configs, drawing, out, exact_only=True, draw=draw)
+    rows = figure_rows(source)
+    sweep("growth", rows, [lengths] * len(rows), configs, drawing, out, exact_only=True, draw=draw)

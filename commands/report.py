@@ -63,7 +63,7 @@ def report(
     folder = writable_folder(out)
     wanted = lengths_of(lengths, source)
     pair = pair_of(source, max(wanted))
-    frame = sweep("report", [source], wanted, configs, drawing, None, exact_only=exact_only)
+    frame = sweep("report", [source], [wanted], configs, drawing, None, exact_only=exact_only)
     request = {
         "source": vars(source), "lengths": wanted, "configurations": list(dict.fromkeys(frame["configuration"])),
         "exact_only": exact_only, **drawing.request,

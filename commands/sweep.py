@@ -30,7 +30,7 @@ def figure_rows(source: Source) -> list[Source]:
 def sweep(
     command: str,
     sources: Sequence[Source],
-    lengths: list[int] | None,
+    lengths: Sequence[list[int] | None],
     configs: Sequence[str],
     drawing: Drawing,
     out: Path | None,
@@ -42,7 +42,8 @@ def sweep(
 ) -> pd.DataFrame:
     """The table of all pairs; with ``out`` drawn, saved as ``command.csv`` and ``.json``, and resumable until then.
 
-    ``extend`` adds columns to each pair's table; ``asked`` is what the manifest should say of it.
+    ``lengths`` has a list for each source, or None for its own. ``extend`` adds columns to each pair's table;
+    ``asked`` is what the manifest should say of it.
     """
     import pandas as pd
 
@@ -50,7 +51,7 @@ def sweep(
     from klgrad.analysis.montecarlo import check_counts, store_of
 
     check_counts(drawing.trials, drawing.samples)
-    wanted = [lengths_of(lengths, source) for source in sources]
+    wanted = [lengths_of(each, source) for each, source in zip(lengths, sources, strict=True)]
     pairs = [pair_of(source, max(each)) for source, each in zip(sources, wanted, strict=True)]
     configurations = configurations_of(configs, pairs, drawing.quiet)
     store = None if out is None else results.writable_folder(out) / STORE

@@ -1,0 +1,146 @@
+"""`klgrad reproduce`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from klgrad.commands.display import dump, number, table
+from klgrad.commands.options import Drawing, Source, json_option, pair_of
+from klgrad.commands.sweep import sweep
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from klgrad.analysis.reproduce import Request
+    from klgrad.synth.policies import PolicyPair
+
+REPRODUCIBLE = ("figure1", "growth", "compare")
+
+
+@click.command(short_help="Run a saved table again from its manifest and compare.")
+@click.argument("manifest", type=click.Path(path_type=Path), metavar="FILE.json")
+@click.option(
+    "--pair",
+    metavar="FILE|MODULE:FUNCTION",
+    help="Where your own pair is now. Needed for a MODULE:FUNCTION: no code is run because a manifest names it.",
+)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="Relative difference of a number that still passes, such as 1e-9 on another platform.",
+)
+@click.option("--workers", type=click.IntRange(min=1), default=None, help="Threads. Default: the CPUs, up to 4.")
+@click.option("--out", type=click.Path(path_type=Path), help="Also write the new table to this folder; resumable.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress or notes.")
+@json_option
+@click.pass_context
+def reproduce(
+    ctx: click.Context,
+    manifest: Path,
+    pair: str | None,
+    tolerance: float,
+    workers: int | None,
+    out: Path | None,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Run again what figure1, growth or compare saved as FILE.json, and compare every number.
+
+    On the same platform and versions every byte of the CSV comes out the same. Elsewhere this says what changed, and
+    how far each column is off. Exit code 0: reproduced; 1: it differs; 2: not a manifest that can be run.
+    """
+    from klgrad.analysis import reproduce as again
+    from klgrad.analysis import results
+
+    then, provenance = results.load(manifest)
+    asked = again.request(provenance)
+    if asked.command not in REPRODUCIBLE:
+        raise ValueError(f"{manifest} is of {asked.command!r}: reproduce knows {', '.join(REPRODUCIBLE)}")
+    if out is not None and out.resolve() == manifest.resolve().parent:
+        raise ValueError(f"--out {out} is where {manifest} lies: give another folder, so that it is not overwritten")
+    saved = manifest.with_suffix(".csv")
+    text = saved.read_bytes() if saved.exists() else None
+    drawing = Drawing(asked.trials, asked.samples, asked.seed, workers, quiet)
+    sources = [_source(given, pair) for given in asked.sources]
+    pairs = [pair_of(source, max(lengths)) for source, lengths in zip(sources, asked.lengths, strict=True)]
+    now = _run(asked, sources, drawing, out)
+    same_bytes = text is None or text == results.csv_bytes(now)
+    found = again.differences(then, _as_saved(now))
+    changed = again.changes(provenance, pairs)
+    passes = max((each.largest for each in found), default=0.0) <= tolerance and (same_bytes or tolerance > 0)
+    if as_json:
+        rows = [results.finite(list(each)) for each in found]
+        dump({
+            "reproduced": passes,
+            "csv_bytes": None if text is None else same_bytes,
+            "changed": {name: list(values) for name, values in changed.items()},
+            "differences": [dict(zip(again.Difference._fields, row, strict=True)) for row in rows],
+        })  # fmt: skip
+    else:
+        _show(now, saved if text is not None else None, same_bytes, changed, found, passes)
+    ctx.exit(0 if passes else 1)
+
+
+def _source(given: dict[str, str | None], pair: str | None) -> Source:
+    source = Source(given["preset"], given["pair"], given["behaviour"])
+    if pair is not None:
+        if source.pair is None:
+            raise ValueError(f"--pair {pair}: the table was made from a preset, not from a pair of your own")
+        return replace(source, pair=pair)
+    if source.pair is not None and not source.pair.endswith(".npz"):
+        raise ValueError(
+            f"the table was made from the function {source.pair!r}, which a manifest cannot be trusted to run: "
+            f"if it is yours, name it with --pair {source.pair}"
+        )
+    return source
+
+
+def _run(asked: Request, sources: list[Source], drawing: Drawing, out: Path | None) -> pd.DataFrame:
+    from klgrad.analysis import ranking
+
+    error, rank = asked.question.get("error"), asked.question.get("rank")
+    ranking.check_request(error, rank)
+
+    def extend(pair: PolicyPair, frame: pd.DataFrame) -> pd.DataFrame:
+        return ranking.extend(pair, frame, error=error, rank=rank)
+
+    return sweep(
+        asked.command, sources, asked.lengths, asked.configurations, drawing, out,
+        exact_only=asked.exact_only, extend=extend if any(asked.question.values()) else None, asked=asked.question,
+    )  # fmt: skip
+
+
+def _as_saved(frame: pd.DataFrame) -> pd.DataFrame:
+    """What a saved table keeps: no difference between what is not finite and what is not there."""
+    import pandas as pd
+
+    from klgrad.analysis.results import records
+
+    return pd.DataFrame(records(frame), columns=list(frame.columns))
+
+
+def _show(
+    now: pd.DataFrame,
+    saved: Path | None,
+    same_bytes: bool,
+    changed: dict[str, tuple[str | None, str | None]],
+    found: list[Any],
+    passes: bool,
+) -> None:
+    """What came out, what changed, and how far off each column is."""
+    for name, (before, after) in changed.items():
+        click.echo(f"changed: {name} was {before or 'absent'}, is {after or 'absent'}")
+    if found:
+        rows = [[each.source, each.column, f"{each.rows:,}", number(each.largest, 3)] for each in found]
+        table("columns that differ", ["rows", "column", "differ", "by at most (relative)"], rows, left=2)
+    elif not same_bytes:
+        click.echo(f"every number is the same, but {saved} has other bytes: it was changed, or another pandas wrote it")
+    csv = f", and {saved} byte for byte" if saved is not None and same_bytes else ""
+    same = f"all {len(now):,} rows are the same{csv}" if not found else "within the tolerance"
+    click.echo(f"reproduced: {same}" if passes else "not reproduced")
