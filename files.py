@@ -1,33 +1,51 @@
-"""Files: written whole or not at all, and Python modules loaded from where a user names them."""
+"""Files written whole or not at all, folders in sole use, and Python modules loaded from where a user names them."""
 
 from __future__ import annotations
 
 import os
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
+
+LOCK = ".klgrad-lock"
+PART = ".part"
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Put ``content`` at ``path`` by way of a temporary file beside it: readers see the old file or the new one.
+    """Put ``content`` at ``path``: readers see the old file or the new one, as for ``write_together``."""
+    write_together({path: content})
+
+
+def write_together(contents: Mapping[Path, bytes]) -> None:
+    """Put every content at its path by way of temporary files beside them, renamed only once all are written.
 
     Raises:
-        OSError: when it cannot be written; what was there before is then untouched.
+        OSError: when one cannot be written, in one sentence; all that was there before is then untouched.
     """
     import tempfile
 
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    parts: list[tuple[str, Path]] = []
+    path = None
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
+        for path, content in contents.items():
+            handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
+            parts.append((name, path))
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            os.chmod(name, 0o644)
+        for name, path in parts:
+            os.replace(name, path)
+    except BaseException as error:
+        for name, _ in parts:
+            with suppress(OSError):
+                os.unlink(name)
+        if isinstance(error, OSError):
+            raise OSError(
+                f"cannot write {path}: {error.strerror or error}; what was there before is untouched"
+            ) from error
         raise
 
 
@@ -57,6 +75,64 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
+
+
+@contextmanager
+def sole_use(folder: Path) -> Iterator[None]:
+    """Hold the folder against every other process that asks for it, and clear what a killed one left half-written.
+
+    The system drops the lock with its process, however that ends, so no lock is ever stale. Where it has no such
+    locks (Windows, some network file systems), nothing is held.
+
+    Raises:
+        ValueError: when another process holds it, naming that process.
+    """
+    lock = _hold(folder / LOCK)
+    if lock is None:
+        yield
+        return
+    with lock:
+        try:
+            for part in folder.glob(f".*{PART}"):
+                part.unlink(missing_ok=True)
+            yield
+        finally:
+            (folder / LOCK).unlink(missing_ok=True)
+
+
+def _hold(path: Path) -> TextIO | None:
+    """The open file with our process's number, locked; None where there are no locks."""
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    while True:
+        file = path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with file:
+                file.seek(0)
+                owner = file.read(20).strip() or "unknown"
+            raise ValueError(
+                f"{path.parent} is in use by another klgrad (process {owner}): wait for it, or give another folder"
+            ) from None
+        except OSError:
+            file.close()
+            return None
+        if _same_file(path, file.fileno()):
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
+            return file
+        file.close()  # its last owner removed it between our opening and our locking it
+
+
+def _same_file(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def load_module(place: str) -> Any:

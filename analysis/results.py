@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from klgrad.analysis.montecarlo import Progress, Simulation, check_counts, fingerprint, simulate
-from klgrad.files import write_whole
+from klgrad.files import write_together
 from klgrad.synth import exact
 from klgrad.synth.configurations import Configuration
 from klgrad.synth.moments import Moments, full_fits, moments
@@ -268,10 +268,10 @@ def csv_bytes(frame: pd.DataFrame) -> bytes:
 
 
 def save(frame: pd.DataFrame, provenance: dict[str, Any], stem: Path) -> None:
-    """Write ``stem.csv`` and ``stem.json`` (manifest and rows), each atomically."""
-    write_whole(stem.with_suffix(".csv"), csv_bytes(frame))
+    """Write ``stem.csv`` and ``stem.json`` (manifest and rows), both or neither."""
     content = {"manifest": provenance, "rows": records(frame)}
-    write_whole(stem.with_suffix(".json"), (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+    write_together({stem.with_suffix(".csv"): csv_bytes(frame), stem.with_suffix(".json"): text.encode()})
 
 
 def load(path: Path) -> tuple[pd.DataFrame, dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import click
 
 from klgrad.commands.display import Progress, notes
 from klgrad.commands.options import Drawing, Source, configurations_of, lengths_of, pair_of
+from klgrad.files import sole_use
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,7 +58,7 @@ def sweep(
     configurations = configurations_of(configs, pairs, drawing.quiet)
     store = None if out is None else results.writable_folder(out) / STORE
     frames = []
-    try:
+    with nullcontext() if out is None else sole_use(out), _kept(store):
         for pair, each in zip(pairs, wanted, strict=True):
             with Progress(pair.name, drawing.quiet) as progress:
                 table = results.compare(
@@ -75,11 +77,18 @@ def sweep(
             if draw and not drawing.quiet:
                 written = ", ".join(str(out / f"{command}.{kind}") for kind in ("png", "pdf", "csv", "json"))
                 click.echo("\n".join(filter(None, [caption, f"wrote {written}"])))
+    return frame
+
+
+@contextmanager
+def _kept(store: Path | None) -> Iterator[None]:
+    """An interruption says what it leaves."""
+    try:
+        yield
     except KeyboardInterrupt:
         kept = store is not None and store.exists()
         where = f": finished blocks are kept in {store}; the same command goes on from them" if kept else ""
         raise KeyboardInterrupt(where) from None
-    return frame
 
 
 def _request(

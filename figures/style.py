@@ -24,7 +24,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 from matplotlib.transforms import blended_transform_factory
 
-from klgrad.files import write_whole
+from klgrad.files import write_together
 
 WIDTH = 7.0  # inches: two columns of a paper
 STYLE: dict[str, Any] = {
@@ -242,7 +242,7 @@ def handle(look: Look) -> Line2D:
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Write ``path.png`` (200 dpi) and ``path.pdf`` (fonts embedded); each appears whole or not at all.
+    """Write ``path.png`` (200 dpi) and ``path.pdf`` (fonts embedded); both appear whole, or neither does.
 
     The files carry no date, so the same figure gives the same bytes. A ``.png`` or ``.pdf`` at the end of ``path``
     is dropped first.
@@ -255,8 +255,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> tuple[Path, Path]:
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # laid out once: each format would lay the same panels out again, slowly
         images = (_render(figure, "png", {"Software": None}), _render(figure, "pdf", {"CreationDate": None}))
-    for target, image in zip((png, pdf), images, strict=True):
-        write_whole(target, image)
+    write_together(dict(zip((png, pdf), images, strict=True)))
     return png, pdf
 
 
