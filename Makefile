@@ -12,7 +12,9 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 # An environment that was moved, or has lost its Python, is made anew.
 $(shell [ -x $(BIN)/python ] && grep -qxF -- "$(CURDIR)" $(BASE) 2>/dev/null || rm -f $(BASE) $(DEV) $(LLM))
 
-.PHONY: help figure1 llm test check slow bench audit docs clean
+.PHONY: help figure1 llm test check slow fuzz bench audit docs clean
+
+SECONDS ?= 600
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/make \1 - \2/p' $(firstword $(MAKEFILE_LIST))
@@ -36,6 +38,11 @@ check: $(DEV) ## lint, format and types
 
 slow: $(DEV) ## the slow tests
 	$(BIN)/python -m pytest -n 2 -m slow
+
+fuzz: $(DEV) ## extreme models and odd input, other seeds each round, for SECONDS=600
+	@seed=$$(date +%s); end=$$((seed + $(SECONDS))); while [ $$(date +%s) -lt $$end ]; do \
+	  seed=$$((seed + 1)); echo "fuzz: seed $$seed"; HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -q -n 2 \
+	  -m "slow or not slow" --hypothesis-seed=$$seed tests/fuzz || exit 1; done
 
 bench: $(BASE) ## time and memory, against plain PyTorch
 	$(BIN)/python benchmarks/run.py

@@ -41,9 +41,10 @@ def bias_interval(
     square = norm**2
 
     def below(b: np.ndarray) -> np.ndarray:  # P(measured square <= square | B = b), falling in b
-        mean, variance = b**2 + trace, 2 * trace_of_square + 4 * b**2 * along
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.asarray(special.gammainc(mean**2 / variance, square * mean / variance))
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            mean, variance = b**2 + trace, 2 * trace_of_square + 4 * b**2 * along
+            found = np.asarray(special.gammainc(mean**2 / variance, square * mean / variance))
+        return np.where(np.isnan(found), mean <= square, found)  # a spread that underflows leaves a point
 
     def invert(probability: float) -> np.ndarray:
         low = np.zeros_like(norm)
@@ -66,15 +67,15 @@ def variance_interval(
 ) -> tuple[Float[np.ndarray, " R"], Float[np.ndarray, " R"]]:
     """``low, high [R]`` for a variance measured with the given relative variance of its own (gamma-matched).
 
-    An infinite relative variance, nothing known, gives 0 and inf.
+    An infinite relative variance, or one past what a gamma holds, says nothing: 0 and inf.
     """
     variance, relative = np.asarray(variance, float), np.asarray(relative, float)
     tail = (1 - level) / 2
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore", under="ignore"):
         shape = 1 / relative
         low = variance * shape / special.gammaincinv(shape, 1 - tail)
         high = variance * shape / special.gammaincinv(shape, tail)
-    exact = ~(relative > 0) | ~np.isfinite(variance)
-    unknown = np.isinf(relative)
+    exact = ~(relative > 1e-30) | ~np.isfinite(variance) | (variance == 0)
+    unknown = np.isnan(low) | np.isnan(high)  # the gamma's lower quantile underflows
     low, high = np.where(unknown, 0.0, low), np.where(unknown, np.inf, high)
     return np.where(exact, variance, low), np.where(exact, variance, high)

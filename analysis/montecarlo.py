@@ -137,7 +137,8 @@ def simulate(
             f"(at most {_MOST_ENTRIES:.3g}): take fewer trials or lengths; more samples cost no memory"
         )
     units = math.gcd(samples, *(c.group(samples) for c in configurations if c.baseline == "loo"))
-    sampler = Sampler(pair, configurations, wanted.tolist())
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        sampler = Sampler(pair, configurations, wanted.tolist())
     baseline = _baselines(pair, configurations, wanted)
     folder = None if store is None else store_of(store, pair, configurations, trials, samples, seed)
 

@@ -85,7 +85,8 @@ def compare(
             pair, configurations, lengths,
             trials=trials, samples=samples, seed=seed, workers=workers, store=store, progress=progress,
         )  # fmt: skip
-        rows += _monte_carlo_rows(pair, found, lengths, kls, truth, drawn, trials, samples)
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            rows += _monte_carlo_rows(pair, found, lengths, kls, truth, drawn, trials, samples)
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
@@ -114,8 +115,8 @@ def _direction(mean: np.ndarray, truth: np.ndarray) -> dict[str, float]:
     inner = float(mean @ truth)
     return {
         "relative_bias": float(np.linalg.norm(mean - truth)) / norm,
-        "scale": inner / norm**2,
-        "cosine": inner / (norm * size) if size > _ZERO * norm else np.nan,
+        "scale": inner / norm / norm,
+        "cosine": inner / norm / size if size > _ZERO * norm else np.nan,
     }
 
 
@@ -162,7 +163,8 @@ def _monte_carlo_rows(
             rows.append({
                 **_head(pair, m.configuration, length, kls[i], truth[i]),
                 "source": "monte_carlo",
-                "bias": bias, "bias_floor": floor, "bias_debiased": float(np.sqrt(max(bias**2 - floor**2, 0.0))),
+                "bias": bias, "bias_floor": floor,
+                "bias_debiased": float(np.sqrt(max((bias - floor) * (bias + floor), 0.0))),
                 **_direction(mean, truth[i]),
                 "variance": variance,
                 "estimate": float(value.mean()), "estimate_variance": samples * float(value.var(ddof=1)),
@@ -192,14 +194,14 @@ def _noise(m: Moments, i: int, trial: np.ndarray, off: np.ndarray, samples: int)
     else:
         gram = centred @ centred.T / (trials - 1)  # trials x trials: d may be large
         sampled = float(np.trace(gram))
-        square = max(float((gram**2).sum()) - sampled**2 / (trials - 1), sampled**2 / trial.shape[1] / 2)
+        square = max(float((gram**2).sum()) - sampled * sampled / (trials - 1), sampled * sampled / trial.shape[1] / 2)
         trace, along = _trace(m, i) / samples, float(((centred @ direction) ** 2).sum()) / (trials - 1)
     each = (centred**2).sum(axis=1)
     if trace < (_ZERO * np.linalg.norm(trial.mean(axis=0))) ** 2:
         return 0.0, 0.0, 0.0, 0.0  # rounding, not noise
     # trials that all agree although they vary say nothing about how much
     spread = float(each.var(ddof=1) / each.mean() ** 2 / trials) if each.mean() > 0 else np.inf if trace > 0 else 0.0
-    gaussian = 2 * square / trace**2 / (trials - 1) if trace > 0 else 0.0
+    gaussian = 2 * square / trace / trace / (trials - 1) if trace > 0 else 0.0
     return max(trace, 0.0) / trials, square / trials**2, max(along, 0.0) / trials, max(spread, gaussian)
 
 

@@ -485,12 +485,12 @@ def moments(
     for configuration in configurations:
         if configuration.baseline == "loo":
             configuration.group(samples)
-    rows = Rows(pair)
-    plans = [plan_of(rows, configuration) for configuration in configurations]
     full, second = covariance == "full", covariance != "none"
-    request = list(dict.fromkeys(product for plan in plans for product in _asked(plan, second=second)))
     each = np.arange(d)
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # what overflows is infinite or NaN, and tables say so
+        rows = Rows(pair)
+        plans = [plan_of(rows, configuration) for configuration in configurations]
+        request = list(dict.fromkeys(product for plan in plans for product in _asked(plan, second=second)))
         of = propagate(rows, request, wanted, each, each, ordered=False)
         crossed: dict[Product, np.ndarray] = {}
         if full:

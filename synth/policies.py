@@ -75,14 +75,15 @@ class PolicyPair:
         shape = self.automaton.next_context.shape
         named = {"policy": self.policy.log_probs, "reference": self.reference, "behaviour": self.behaviour}
         for name, log_probs in named.items():
-            if log_probs is not None and log_probs.shape != shape:
+            if log_probs is None:
+                continue
+            if log_probs.shape != shape:
                 raise ValueError(f"{name} log-probs have shape {log_probs.shape}; the automaton needs {shape}")
-            if log_probs is not None:
-                _check_normalised(self.automaton, log_probs, name)
+            _check_normalised(self.automaton, _real(log_probs, f"{name} log-probs"), name)
         scores = self.policy.scores
         if scores.ndim != 3 or scores.shape[:2] != shape or scores.shape[2] == 0:
             raise ValueError(f"scores have shape {scores.shape}; the automaton needs [S, V, d] with [S, V] = {shape}")
-        if not np.isfinite(scores[self.automaton.alive]).all():
+        if not np.isfinite(_real(scores, "scores")[self.automaton.alive]).all():
             raise ValueError("scores must be finite")
         if not isinstance(self.name, str):
             raise ValueError(f"the pair's name {self.name!r} must be text")
@@ -122,7 +123,17 @@ class PolicyPair:
         """``[S, V]`` pi / mu of each token; 1 on-policy, 0 where the behaviour policy never emits it."""
         if self.behaviour is None:
             return np.ones_like(self.policy.log_probs)
-        return np.where(self.behaviour > -np.inf, np.exp(_difference(self.policy.log_probs, self.behaviour)), 0.0)
+        with np.errstate(over="ignore"):  # infinite beyond e^709, and tables say so
+            ratio = np.exp(_difference(self.policy.log_probs, self.behaviour))
+        return np.where(self.behaviour > -np.inf, ratio, 0.0)
+
+
+def _real(array: Any, name: str) -> np.ndarray:
+    """The array in float64; no text, complex numbers or truth values."""
+    array = np.asarray(array)
+    if array.dtype.kind not in "fiu":
+        raise ValueError(f"{name} must hold real numbers; got dtype {array.dtype}")
+    return array.astype(float)
 
 
 def _check_normalised(automaton: Automaton, log_probs: np.ndarray, name: str) -> None:
@@ -173,10 +184,7 @@ def log_softmax(logits: Float[np.ndarray, "S V"], *, name: str = "logits") -> Fl
     Raises:
         ValueError: for NaN, +inf, or a row of nothing but -inf, naming the row.
     """
-    logits = np.asarray(logits)
-    if logits.dtype.kind not in "fiu":
-        raise ValueError(f"{name} must hold real numbers; got dtype {logits.dtype}")
-    logits = logits.astype(float)
+    logits = _real(logits, name)
     if logits.ndim != 2:
         raise ValueError(f"{name} must have shape [S, V]; got {logits.shape}")
     bad = np.isnan(logits) | (logits == np.inf)
@@ -196,12 +204,12 @@ def log_of_probs(probs: Float[np.ndarray, "S V"], *, name: str = "probs") -> Flo
     """Log-probs of rows of probabilities.
 
     Raises:
-        ValueError: for a negative or non-finite entry, or a row that does not sum to one, naming it.
+        ValueError: for an entry that is no number from 0 to 1, or a row that does not sum to one, naming it.
     """
-    probs = np.asarray(probs, float)
+    probs = _real(probs, name)
     if probs.ndim != 2:
         raise ValueError(f"{name} must have shape [S, V]; got {probs.shape}")
-    bad = ~np.isfinite(probs) | (probs < 0)
+    bad = ~np.isfinite(probs) | (probs < 0) | (probs > 1 + 1e-9)
     if bad.any():
         s, v = np.argwhere(bad)[0]
         raise ValueError(f"{name}[{s}, {v}] = {probs[s, v]} is not a probability")
@@ -239,11 +247,7 @@ def tabular(automaton: Automaton, logits: Float[np.ndarray, "S V"]) -> Policy:
 
 def linear(automaton: Automaton, features: Float[np.ndarray, "S V d"], theta: Float[np.ndarray, " d"]) -> Policy:
     """Logits linear in shared features: logit(s, v) = features[s, v] . theta."""
-    features, theta = np.asarray(features), np.asarray(theta)
-    for name, array in (("features", features), ("theta", theta)):
-        if array.dtype.kind not in "fiu":
-            raise ValueError(f"{name} must hold real numbers; got dtype {array.dtype}")
-    features, theta = features.astype(float), theta.astype(float)
+    features, theta = _real(features, "features"), _real(theta, "theta")
     if theta.size == 0:
         raise ValueError("theta is empty: a policy needs at least one parameter")
     if features.ndim != 3 or features.shape[:2] != automaton.next_context.shape or theta.shape != features.shape[2:]:
@@ -302,6 +306,8 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
         raise ValueError(f"{path} does not exist") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read as .npz: {error.strerror or error}") from None
+    except MemoryError:
+        raise ValueError(f"{path} cannot be read as .npz: it claims arrays that do not fit in memory") from None
     except (ValueError, zipfile.BadZipFile, EOFError):
         pass
     raise ValueError(f"{path} cannot be read as .npz: it is not an archive of named arrays of numbers")

@@ -1,6 +1,7 @@
 """Shared test settings: hypothesis profiles and the torch fixture.
 
-Profiles are derandomised, so a run repeats: ``dev`` (the default) is quick, ``ci`` searches further.
+Profiles are derandomised, so a run repeats: ``dev`` (the default) is quick, ``ci`` searches further; ``fuzz`` alone
+takes its seed from ``--hypothesis-seed`` (``make fuzz``).
 Choose with ``HYPOTHESIS_PROFILE=ci``.
 """
 
@@ -17,6 +18,7 @@ _COMMON = {
 }
 settings.register_profile("dev", max_examples=25, **_COMMON)
 settings.register_profile("ci", max_examples=100, **_COMMON)
+settings.register_profile("fuzz", max_examples=300, print_blob=True, **(_COMMON | {"derandomize": False}))
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 

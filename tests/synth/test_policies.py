@@ -156,7 +156,7 @@ def test_log_of_probs_takes_zeros_and_rounds_off():
     ("probs", "message"),
     [
         (np.zeros(2), r"p must have shape \[S, V\]"),
-        (np.array([[0.5, 0.5], [1.5, -0.5]]), r"p\[1, 1\] = -0.5 is not a probability"),
+        (np.array([[0.5, 0.5], [1.5, -0.5]]), r"p\[1, 0\] = 1.5 is not a probability"),
         (np.array([[np.nan, 1.0]]), r"p\[0, 0\] = nan is not"),
         (np.array([[np.inf, 1.0]]), "is not a probability"),
         (np.array([[0.5, 0.5], [0.5, 0.4]]), "p row 1 sums to 0.9, not 1: normalise it"),
