@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 COVARIANCES = ("none", "trace", "diagonal", "full")
 _DENSE_WORK = 3e7  # multiply-adds of one operator product up to which doubling beats stepping
 _CHUNK = 64
+_SPARSE_ENTRIES = 1 << 12  # S x V x d from which scores that are mostly zero are kept without the zeros
 _FULL_ENTRIES = 1 << 20  # S x V x d^2 up to which d x d blocks are carried
 
 Row = tuple[str, ...]
@@ -79,12 +80,15 @@ def edge_values(pair: PolicyPair, configuration: Configuration) -> Float[np.ndar
     return np.where(can, value, 0.0)
 
 
-def edge_pathwise(pair: PolicyPair, configuration: Configuration) -> Float[np.ndarray, "S V d"]:
+def edge_pathwise(
+    pair: PolicyPair, configuration: Configuration, scores: Float[np.ndarray, "S V a"] | None = None
+) -> Float[np.ndarray, "S V a"]:
     """``[S, V, d]`` w at each token: slope times score, summed over the vocabulary for full estimators.
 
-    0 where the sampler never goes.
+    0 where the sampler never goes. ``scores`` stands for the policy's, such as some coordinates of them.
     """
-    est, scores, can = configuration.estimator, pair.policy.scores, possible(pair)
+    est, can = configuration.estimator, possible(pair)
+    scores = pair.policy.scores if scores is None else scores
     with np.errstate(over="ignore", invalid="ignore"):
         if not est.full:
             return np.where(can, est.slope(pair.log_ratio), 0.0)[..., None] * scores
@@ -101,11 +105,37 @@ def possible(pair: PolicyPair) -> np.ndarray:
 # ---------------------------------------------------------------------------------------------------- the rows
 
 
-class Rows:
-    """The linear updates ``row' = sum of coefficient x source``, built for each configuration on demand."""
+def _active(pair: PolicyPair) -> np.ndarray | None:
+    """``[S, a]`` coordinates that hold all scores of each context, where that is worth it: a at most d / 2."""
+    scores = pair.policy.scores
+    d = scores.shape[2]
+    if scores.size < _SPARSE_ENTRIES:
+        return None
+    present = (scores != 0).any(axis=1)
+    most = max(int(present.sum(axis=1).max()), 1)
+    return None if 2 * most > d else np.argsort(~present, axis=1, kind="stable")[:, :most]
 
-    def __init__(self, pair: PolicyPair) -> None:
+
+def _same(one: Sequence[tuple[Row, np.ndarray]], two: Sequence[tuple[Row, np.ndarray]]) -> bool:
+    """Whether two lists of terms have the same sources and coefficients."""
+    return [source for source, _ in one] == [source for source, _ in two] and all(
+        np.array_equal(a, b) for (_, a), (_, b) in zip(one, two, strict=True)
+    )
+
+
+class Rows:
+    """The linear updates ``row' = sum of coefficient x source``, built for each configuration on demand.
+
+    Where each context has scores in few coordinates, as tabular policies do, coefficients keep those alone:
+    ``active [S, a]`` names them, and a coefficient is ``[S, V, a]`` and not ``[S, V, d]``; else ``active`` is None.
+    """
+
+    def __init__(self, pair: PolicyPair, *, dense: bool = False) -> None:
         self.pair = pair
+        self.active = None if dense else _active(pair)
+        self.score = pair.policy.scores
+        if self.active is not None:
+            self.score = np.take_along_axis(self.score, self.active[:, None, :], axis=2)
         self.rho = pair.importance_ratio
         self.unit = np.ones_like(self.rho)
         self.update: dict[Row, list[tuple[Row, np.ndarray]]] = {ONE: [(ONE, self.unit)]}
@@ -115,14 +145,35 @@ class Rows:
     def table(self, kind: str, configuration: Configuration) -> np.ndarray:
         key = (kind, configuration.estimator.name, configuration.rollout_value and kind == "value")
         if key not in self._tables:
-            make = edge_values if kind == "value" else edge_pathwise
-            self._tables[key] = make(self.pair, configuration)
+            self._tables[key] = (
+                edge_values(self.pair, configuration)
+                if kind == "value"
+                else edge_pathwise(self.pair, configuration, self.score)
+            )
         return self._tables[key]
 
+    def coordinates(self, contexts: np.ndarray, n: int) -> np.ndarray:
+        """``[contexts, a]`` the coordinates that their coefficients stand for."""
+        return np.broadcast_to(np.arange(n), (len(contexts), n)) if self.active is None else self.active[contexts]
+
+    def spread(self, coefficient: np.ndarray) -> np.ndarray:
+        """``[S, V, d]`` from ``[S, V, a]``."""
+        if self.active is None:
+            return coefficient
+        out = np.zeros(self.pair.policy.scores.shape)
+        np.put_along_axis(out, np.broadcast_to(self.active[:, None, :], coefficient.shape), coefficient, axis=2)
+        return out
+
     def add(self, row: Row, *terms: tuple[Row, np.ndarray], keep: np.ndarray | None = None) -> Row:
-        """Define ``row' = keep x row + terms`` unless it is there already."""
-        if row not in self.update:
-            self.update[row] = [(row, self.unit if keep is None else keep), *terms]
+        """Define ``row' = keep x row + terms`` unless it, or another that is the same, is there already."""
+        if row in self.update:
+            return row
+        keep = self.unit if keep is None else keep
+        for other, ((itself, kept), *rest) in self.update.items():
+            # k1's slope is 1: its loss is the sum of scores, under another name
+            if itself == other and other not in self.initial and _same(terms, rest) and np.array_equal(kept, keep):
+                return other
+        self.update[row] = [(row, keep), *terms]
         return row
 
     def weight(self, ratio: str) -> tuple[Row, np.ndarray]:
@@ -156,7 +207,7 @@ class Rows:
         """Y = sum_t omega(t) p_t, what a baseline multiplies."""
         carrier, step = self.weight(ratio)
         own = self.rho if ratio == "token" else step
-        p = own[..., None] * self.pair.policy.scores
+        p = own[..., None] * self.score
         if ratio == "sequence":
             return self.add(("omega P",), (carrier, p), keep=step)
         return self.add(("Y", ratio), (carrier, p))
@@ -177,7 +228,7 @@ class Rows:
         c, key = self.table("value", configuration), self._value_key(configuration)
         carrier, step = self.weight(ratio)
         own = self.rho if ratio == "token" else step
-        p = own[..., None] * self.pair.policy.scores
+        p = own[..., None] * self.score
         terms: list[tuple[Row, np.ndarray]] = []
         if credit != "future":  # t = u
             terms.append((carrier, c[..., None] * p))
@@ -207,68 +258,81 @@ Product = tuple[Row, Row, int]  # two rows and the power of 1/|y| their product 
 
 
 class _System:
-    """The closed set of products of rows and the operator that moves them one token on."""
+    """The closed set of products of rows, and the terms that move them one token on.
+
+    A term says: product ``target`` takes in product ``origin`` with coefficient mu x (update i) x (update j), the
+    updates of its two rows. Terms are names and numbers first; arrays are made by whichever way moves them.
+    """
 
     def __init__(self, rows: Rows, wanted: list[Pair], left: np.ndarray, right: np.ndarray, *, ordered: bool) -> None:
         self.rows, self.left, self.right, self.ordered = rows, left, right, ordered
-        self.index: dict[Pair, int] = {}
-        self.terms: dict[tuple[int, int], np.ndarray] = {}
         self.automaton = rows.pair.automaton
         self.mu = np.exp(rows.pair.sampler) * possible(rows.pair)
-        todo = [self.canonical(p) for p in wanted]
-        for product in todo:
-            self.index.setdefault(product, len(self.index))
-        done = 0
-        order = list(self.index)
-        while done < len(order):
-            for source, coefficient in self._sources(order[done]):
-                if source not in self.index:
-                    self.index[source] = len(order)
-                    order.append(source)
-                key = (done, self.index[source])
-                self.terms[key] = self.terms[key] + coefficient if key in self.terms else coefficient
-            done += 1
-        self.order = order
+        self.updates: list[np.ndarray] = []
+        numbered: dict[Row, list[tuple[Row, int]]] = {}
+        for row, update in rows.update.items():
+            numbered[row] = [(source, len(self.updates) + i) for i, (source, _) in enumerate(update)]
+            self.updates += [coefficient for _, coefficient in update]
+        self.index: dict[Pair, int] = {}
+        for product in wanted:
+            self.index.setdefault(self.canonical(product), len(self.index))
+        self.order = list(self.index)
+        self.terms: list[tuple[int, int, int, int]] = []  # target, origin, i, j
+        for target, (one, two) in enumerate(self.order):  # which grows meanwhile
+            for a, i in numbered[one]:
+                for b, j in numbered[two]:
+                    product = self.canonical((a, b))
+                    origin = self.index.setdefault(product, len(self.order))
+                    if origin == len(self.order):
+                        self.order.append(product)
+                    self.terms.append((target, origin, i, j))
 
     def canonical(self, product: Pair) -> Pair:
         a, b = product
         return product if self.ordered or a <= b else (b, a)
 
-    def _sources(self, product: Pair) -> Iterator[tuple[Pair, np.ndarray]]:
-        for row_a, a in self.rows.update[product[0]]:
-            first = (self.mu if a.ndim == 2 else self.mu[..., None]) * (a if a.ndim == 2 else a[..., self.left])
-            for row_b, b in self.rows.update[product[1]]:
-                second = b if b.ndim == 2 else b[..., self.right]
-                if first.ndim == second.ndim:
-                    coefficient = first * second
-                else:
-                    coefficient = first[..., None] * second if first.ndim == 2 else first * second[..., None]
-                yield self.canonical((row_a, row_b)), coefficient
-
     # Two ways to move the products, chosen by size: both apply the same terms. Each yields, chunk by chunk,
-    # (t, running, arrived): [m, k, n] sums over the contexts that emit, and what reached the end, at t + 1 .. t + k.
+    # (t, running, arrived): [r, k, n] of the products asked for, summed over the contexts that emit, and what of them
+    # reached the end, at t + 1 .. t + k.
 
-    def trajectory(self, longest: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    def trajectory(self, longest: int, asked: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         size = len(self.order) * self.automaton.contexts
         dense = len(self.left) * float(size) ** 3 <= _DENSE_WORK
-        return self._by_doubling(longest) if dense else self._by_steps(longest)
+        return self._by_doubling(longest, asked) if dense else self._by_steps(longest, asked)
 
     def _started(self) -> list[int]:
         """Products that are 1 at the empty prefix; all others are 0."""
         return [i for i, (a, b) in enumerate(self.order) if a in self.rows.initial and b in self.rows.initial]
 
-    def _by_doubling(self, longest: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Dense operator per coordinate; a chunk of lengths by repeated doubling."""
+    def _operator(self) -> np.ndarray:
+        """``[n, m, S, m, S]`` the dense operator of every coordinate."""
         m, (S, V), n = len(self.order), self.mu.shape, len(self.left)
-        stacked = np.empty((len(self.terms), S * V, n))
-        for k, coefficient in enumerate(self.terms.values()):
-            stacked[k] = coefficient.reshape(S * V, -1)
-        target, origin = np.array(list(self.terms)).T
+        first = self._tables(self.left)
+        second = first if self.right is self.left else self._tables(self.right)
+        target, origin, i, j = np.array(self.terms).T
+        stacked = self.mu.reshape(-1, 1) * first[i] * second[j]
+        key = target * m + origin
+        order = key.argsort(kind="stable")
+        fresh = np.append(0, np.flatnonzero(np.diff(key[order])) + 1)
+        stacked = np.add.reduceat(stacked[order], fresh)
+        target, origin = np.divmod(key[order][fresh], m)
         operator = np.zeros((n, m, S, m, S))
         source, to = np.repeat(np.arange(S), V), self.automaton.next_context.ravel()
-        for edge in range(S * V):
+        for edge in np.flatnonzero(self.mu.ravel()):
             operator[:, target, to[edge], origin, source[edge]] += stacked[:, edge].T
-        operator = operator.reshape(n, m * S, m * S)
+        return operator
+
+    def _tables(self, coordinates: np.ndarray) -> np.ndarray:
+        """``[updates, S V, n]`` every update at the given coordinates."""
+        out = np.empty((len(self.updates), *self.mu.shape, len(coordinates)))
+        for table, update in zip(out, self.updates, strict=True):
+            table[:] = update[..., None] if update.ndim == 2 else self.rows.spread(update)[..., coordinates]
+        return out.reshape(len(out), -1, len(coordinates))
+
+    def _by_doubling(self, longest: int, asked: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Dense operator per coordinate; a chunk of lengths by repeated doubling."""
+        m, S, n = len(self.order), self.automaton.contexts, len(self.left)
+        operator = self._operator().reshape(n, m * S, m * S)
         chunk = min(_CHUNK, 1 << max(longest - 1, 0).bit_length())
         powers = [operator]
         while 1 << len(powers) < chunk:
@@ -276,6 +340,7 @@ class _System:
         start = np.zeros((m, S))
         start[self._started(), self.automaton.start] = 1.0
         last = np.broadcast_to(start.reshape(1, m * S, 1), (n, m * S, 1))
+        alive = self.automaton.alive.astype(float)
         for t in range(0, longest, chunk):
             x = operator @ last
             for power in powers:
@@ -283,11 +348,11 @@ class _System:
                     break
                 x = np.concatenate([x, power @ x], axis=2)
             last = x[:, :, -1:]
-            by_context = x.reshape(n, m, S, -1).transpose(1, 2, 3, 0)
-            alive = by_context[:, self.automaton.alive].sum(axis=1)
-            yield t, alive, by_context[:, self.automaton.end]
+            by_context = x.reshape(n, m, S, -1)[:, asked]
+            running = alive @ by_context if self.automaton.end >= 0 else by_context.sum(axis=2)
+            yield t, running.transpose(1, 2, 0), by_context[:, :, self.automaton.end].transpose(1, 2, 0)
 
-    def _by_steps(self, longest: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    def _by_steps(self, longest: int, asked: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """One token at a time, between the contexts in use: cost follows them, not the whole automaton."""
         m, n, end = len(self.order), len(self.left), self.automaton.end
         active = np.array([self.automaton.start])
@@ -299,57 +364,74 @@ class _System:
             if built is None or not (np.array_equal(built[0], active) and np.array_equal(built[1], after)):
                 built = (active, after, _Step(self, active, after))
             x = built[2](x)
-            arrived = x[:, after == end].sum(axis=1)
+            arrived = x[asked][:, after == end].sum(axis=1)
             active, x = after[after != end], x[:, after != end]
-            yield t, x.sum(axis=1)[:, None], arrived[:, None]
+            yield t, x.sum(axis=1)[asked, None], arrived[:, None]
 
 
 class _Step:
     """One token's move between two sets of contexts.
 
-    Coefficients that all coordinates share are one matrix per product over the products it needs; those of a
-    coordinate's own (few: a tabular score touches one context) are one sparse matrix over everything.
+    Coefficients that all coordinates share are one matrix per product over the products it needs. Those of a
+    coordinate's own touch the few coordinates of the context they leave (a tabular score has V), which are gathered,
+    weighted and put where the token leads.
     """
 
     def __init__(self, system: _System, active: np.ndarray, after: np.ndarray) -> None:
+        n = len(system.left)
+        mu = system.mu[active]
+        used = mu > 0
+        to = np.where(used, np.searchsorted(after, np.where(used, system.automaton.next_context[active], after[0])), 0)
+        edges: dict[int, dict[int, np.ndarray]] = {}
+        own: dict[int, dict[int, np.ndarray]] = {}
+        for target, origin, i, j in system.terms:
+            first = self._at(system.updates[i], active, system.left, system.rows)
+            second = self._at(system.updates[j], active, system.right, system.rows)
+            if first.ndim == second.ndim == 2:
+                found, coefficient = edges, np.where(used, mu * first * second, 0.0)
+            else:
+                first, second = (a if a.ndim == 3 else a[..., None] for a in (first, second))
+                found, coefficient = own, np.where(used[..., None], mu[..., None] * first * second, 0.0)
+            into = found.setdefault(target, {})
+            into[origin] = into[origin] + coefficient if origin in into else coefficient
+        self.shape = (len(system.order), len(after), n)
+        self.blocks = [
+            (target, list(parts), self._block(to, used, parts, len(after))) for target, parts in edges.items()
+        ]
+        coordinates = system.rows.coordinates(active, n)  # [A, a]
+        self.rows, self.coordinates = np.arange(len(active))[:, None], coordinates
+        self.place = (to[..., None] * n + coordinates[:, None, :]).ravel()
+        self.own = [(target, list(parts), list(parts.values())) for target, parts in own.items()]
+
+    @staticmethod
+    def _at(update: np.ndarray, active: np.ndarray, pick: np.ndarray, rows: Rows) -> np.ndarray:
+        at = update[active]
+        return at if at.ndim == 2 or rows.active is not None else at[..., pick]
+
+    @staticmethod
+    def _block(to: np.ndarray, used: np.ndarray, parts: dict[int, np.ndarray], after: int) -> Any:
         from scipy import sparse
 
-        n, V = len(system.left), system.mu.shape[1]
-        successors = system.automaton.next_context[active]
-        used = (system.mu[active] > 0).ravel()
-        to = np.searchsorted(after, successors.ravel()[used])
-        source = np.repeat(np.arange(len(active)), V)[used]
-        shared: dict[int, list[tuple[int, np.ndarray]]] = {}
-        own: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        for (target, origin), coefficient in system.terms.items():
-            if coefficient.ndim == 2:
-                shared.setdefault(target, []).append((origin, coefficient[active].ravel()[used]))
-                continue
-            flat = coefficient[active].reshape(-1, n)[used]
-            edge, at = np.nonzero(flat)
-            row, column = (target * len(after) + to[edge]) * n + at, (origin * len(active) + source[edge]) * n + at
-            own.append((flat[edge, at], row, column))
-        self.shape = (len(system.order), len(after), n)
-        self.blocks = []
-        for target, parts in shared.items():
-            data = np.concatenate([part for _, part in parts])
-            column = np.concatenate([k * len(active) + source for k in range(len(parts))])
-            block = sparse.coo_array(
-                (data, (np.tile(to, len(parts)), column)), shape=(len(after), len(parts) * len(active))
-            )
-            dense = len(after) * len(active) <= 16 * len(used)
-            self.blocks.append((target, [o for o, _ in parts], block.toarray() if dense else block.tocsr()))
-        self.own = None
-        if own:
-            data, row, column = (np.concatenate(part) for part in zip(*own, strict=True))
-            size = (len(system.order) * len(after) * n, len(system.order) * len(active) * n)
-            self.own = sparse.coo_array((data, (row, column)), shape=size).tocsr()
+        active, edges = len(to), int(used.sum())
+        source = np.repeat(np.arange(active), to.shape[1]).reshape(to.shape)[used]
+        data = np.concatenate([part[used] for part in parts.values()])
+        column = np.concatenate([k * active + source for k in range(len(parts))])
+        block = sparse.coo_array((data, (np.tile(to[used], len(parts)), column)), shape=(after, len(parts) * active))
+        return block.toarray() if after * active <= 16 * edges else block.tocsr()
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
-        n = self.shape[2]
-        moved = np.zeros(self.shape) if self.own is None else (self.own @ x.ravel()).reshape(self.shape)
+        _, after, n = self.shape
+        moved = np.zeros(self.shape)
         for target, origins, block in self.blocks:
             moved[target] += block @ x[origins].reshape(-1, n)
+        gathered: dict[int, np.ndarray] = {}
+        for target, origins, coefficients in self.own:
+            total: Any = 0.0
+            for origin, coefficient in zip(origins, coefficients, strict=True):
+                if origin not in gathered:
+                    gathered[origin] = x[origin][self.rows, self.coordinates][:, None, :]
+                total = total + coefficient * gathered[origin]
+            moved[target] += np.bincount(self.place, total.ravel(), after * n).reshape(after, n)
         return moved
 
 
@@ -364,17 +446,15 @@ def propagate(
     ended = np.zeros((len(request), 1, len(left)))
     out = np.zeros((len(lengths), len(request), len(left)))
     longest = int(lengths.max())
-    for t, running, arrived in system.trajectory(longest):
+    for t, running, arrived in system.trajectory(longest, index):
         k = min(running.shape[1], longest - t)
         at = np.flatnonzero((lengths > t) & (lengths <= t + k))
         columns = lengths[at] - t - 1
-        now = running[:, columns][index]
+        now = running[:, columns]
         if weighted:
             now = now * lengths[at].astype(float)[None, :, None] ** power
         if has_end:
-            total = ended + np.cumsum(
-                np.arange(t + 1, t + k + 1.0)[None, :, None] ** power * arrived[index, :k], axis=1
-            )
+            total = ended + np.cumsum(np.arange(t + 1, t + k + 1.0)[None, :, None] ** power * arrived[:, :k], axis=1)
             ended = total[:, -1:]
             now = now + total[:, columns]
         out[at] = now.transpose(1, 0, 2)
@@ -488,7 +568,7 @@ def moments(
     full, second = covariance == "full", covariance != "none"
     each = np.arange(d)
     with np.errstate(over="ignore", invalid="ignore"):  # what overflows is infinite or NaN, and tables say so
-        rows = Rows(pair)
+        rows = Rows(pair, dense=full)
         plans = [plan_of(rows, configuration) for configuration in configurations]
         request = list(dict.fromkeys(product for plan in plans for product in _asked(plan, second=second)))
         of = propagate(rows, request, wanted, each, each, ordered=False)
