@@ -30,9 +30,10 @@ def check_lengths(pair: PolicyPair, lengths: Sequence[int]) -> np.ndarray:
     """
     if len(lengths) == 0:
         raise ValueError("no lengths: give at least one")
-    for length in lengths:
-        pair.automaton.check_length(int(length))
-    return np.asarray(lengths, int)
+    wanted = np.asarray(lengths, int)
+    for extreme in (wanted.min(), wanted.max()):
+        pair.automaton.check_length(int(extreme))
+    return wanted
 
 
 def _probs(log_probs: np.ndarray, alive: np.ndarray) -> np.ndarray:

@@ -25,14 +25,14 @@ import numpy as np
 
 from klgrad.synth.configurations import Configuration
 from klgrad.synth.exact import check_lengths
-from klgrad.synth.policies import PolicyPair, reachable
+from klgrad.synth.policies import PolicyPair
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 COVARIANCES = ("none", "trace", "diagonal", "full")
 _DENSE_WORK = 3e7  # multiply-adds of one operator product up to which doubling beats stepping
-_CHUNK = 64
+_CHUNK = 128
 _SPARSE_ENTRIES = 1 << 12  # S x V x d from which scores that are mostly zero are kept without the zeros
 _FULL_ENTRIES = 1 << 20  # S x V x d^2 up to which d x d blocks are carried
 
@@ -68,7 +68,7 @@ class Moments:
 def edge_values(pair: PolicyPair, configuration: Configuration) -> Float[np.ndarray, "S V"]:
     """``[S, V]`` the estimator's value c at each token; 0 where the sampler never goes."""
     est = configuration.estimator
-    can = possible(pair)
+    can = pair.possible
     with np.errstate(over="ignore", invalid="ignore"):
         if est.full:
             value = np.broadcast_to(est.value(pair.policy.log_probs, pair.reference)[:, None], can.shape)
@@ -87,7 +87,7 @@ def edge_pathwise(
 
     0 where the sampler never goes. ``scores`` stands for the policy's, such as some coordinates of them.
     """
-    est, can = configuration.estimator, possible(pair)
+    est, can = configuration.estimator, pair.possible
     scores = pair.policy.scores if scores is None else scores
     with np.errstate(over="ignore", invalid="ignore"):
         if not est.full:
@@ -95,11 +95,6 @@ def edge_pathwise(
         emits = np.asarray(can.any(axis=1))[:, None]
         slope = np.where(emits, est.slope(pair.policy.log_probs, pair.reference), 0.0)
     return np.broadcast_to(np.einsum("sv,svd->sd", slope, scores)[:, None, :], scores.shape)
-
-
-def possible(pair: PolicyPair) -> np.ndarray:
-    """``[S, V]`` True where the sampler can emit the token in a context that it can reach."""
-    return (pair.sampler > -np.inf) & (pair.automaton.alive & reachable(pair.automaton, pair.sampler))[:, None]
 
 
 # ---------------------------------------------------------------------------------------------------- the rows
@@ -136,6 +131,8 @@ class Rows:
         self.score = pair.policy.scores
         if self.active is not None:
             self.score = np.take_along_axis(self.score, self.active[:, None, :], axis=2)
+        if not pair.possible.all():  # as the other tables, so that rows that are the same are seen to be
+            self.score = np.where(pair.possible[..., None], self.score, 0.0)
         self.rho = pair.importance_ratio
         self.unit = np.ones_like(self.rho)
         self.update: dict[Row, list[tuple[Row, np.ndarray]]] = {ONE: [(ONE, self.unit)]}
@@ -267,7 +264,7 @@ class _System:
     def __init__(self, rows: Rows, wanted: list[Pair], left: np.ndarray, right: np.ndarray, *, ordered: bool) -> None:
         self.rows, self.left, self.right, self.ordered = rows, left, right, ordered
         self.automaton = rows.pair.automaton
-        self.mu = np.exp(rows.pair.sampler) * possible(rows.pair)
+        self.mu = np.exp(rows.pair.sampler) * rows.pair.possible
         self.updates: list[np.ndarray] = []
         numbered: dict[Row, list[tuple[Row, int]]] = {}
         for row, update in rows.update.items():
@@ -340,15 +337,18 @@ class _System:
         start = np.zeros((m, S))
         start[self._started(), self.automaton.start] = 1.0
         last = np.broadcast_to(start.reshape(1, m * S, 1), (n, m * S, 1))
+        x = np.empty((n, m * S, chunk))
         alive = self.automaton.alive.astype(float)
         for t in range(0, longest, chunk):
-            x = operator @ last
+            x[:, :, :1] = operator @ last
+            width, most = 1, min(chunk, longest - t)
             for power in powers:
-                if x.shape[2] >= min(chunk, longest - t):
-                    break
-                x = np.concatenate([x, power @ x], axis=2)
-            last = x[:, :, -1:]
-            by_context = x.reshape(n, m, S, -1)[:, asked]
+                if width < most:
+                    more = min(width, most - width)
+                    x[:, :, width : width + more] = power @ x[:, :, :more]
+                    width += more
+            last = x[:, :, width - 1 : width].copy()
+            by_context = x.reshape(n, m, S, chunk)[:, asked, :, :width]
             running = alive @ by_context if self.automaton.end >= 0 else by_context.sum(axis=2)
             yield t, running.transpose(1, 2, 0), by_context[:, :, self.automaton.end].transpose(1, 2, 0)
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -113,19 +114,31 @@ class PolicyPair:
             for s, v in np.argwhere(missing)
         ]
 
-    @property
+    @cached_property
+    def possible(self) -> Bool[np.ndarray, "S V"]:
+        """``[S, V]`` True where the sampler can emit the token in a context that it can reach."""
+        visited = self.automaton.alive & reachable(self.automaton, self.sampler)
+        return _locked((self.sampler > -np.inf) & visited[:, None])
+
+    @cached_property
     def log_ratio(self) -> Float[np.ndarray, "S V"]:
         """``[S, V]`` log pi - log pi_ref; 0 where the policy never emits the token."""
-        return _difference(self.policy.log_probs, self.reference)
+        return _locked(_difference(self.policy.log_probs, self.reference))
 
-    @property
+    @cached_property
     def importance_ratio(self) -> Float[np.ndarray, "S V"]:
         """``[S, V]`` pi / mu of each token; 1 on-policy, 0 where the behaviour policy never emits it."""
         if self.behaviour is None:
-            return np.ones_like(self.policy.log_probs)
+            return _locked(np.ones_like(self.policy.log_probs))
         with np.errstate(over="ignore"):  # infinite beyond e^709, and tables say so
             ratio = np.exp(_difference(self.policy.log_probs, self.behaviour))
-        return np.where(self.behaviour > -np.inf, ratio, 0.0)
+        return _locked(np.where(self.behaviour > -np.inf, ratio, 0.0))
+
+
+def _locked(array: np.ndarray) -> np.ndarray:
+    """The array, read-only: it is kept and handed out again."""
+    array.setflags(write=False)
+    return array
 
 
 def _real(array: Any, name: str) -> np.ndarray:

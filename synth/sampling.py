@@ -25,7 +25,7 @@ import numpy as np
 
 from klgrad.synth.automata import Automaton
 from klgrad.synth.configurations import Configuration, credit_sums, importance_ratios, loss_weights
-from klgrad.synth.moments import edge_pathwise, edge_values, possible
+from klgrad.synth.moments import edge_pathwise, edge_values
 from klgrad.synth.policies import PolicyPair
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class Edges:
 
 def edges_in_use(pair: PolicyPair) -> Edges:
     """The edges that the sampler can emit from a context it can reach."""
-    used = possible(pair)
+    used = pair.possible
     context, token = np.nonzero(used)
     number = np.full(used.shape, len(context))
     number[context, token] = np.arange(len(context))

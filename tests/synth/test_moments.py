@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from strategies import Plain, assert_close, build_world, configurations, grid, worlds
 
 from klgrad.synth import moments as module
+from klgrad.synth.automata import markov
 from klgrad.synth.configurations import parse
 from klgrad.synth.enumeration import enumerate_configuration, enumerate_leave_one_out, log_probability, sequences
+from klgrad.synth.exact import true_gradient
 from klgrad.synth.moments import moments
 from klgrad.synth.policies import PolicyPair, log_softmax, tabular
 
@@ -79,12 +81,49 @@ def test_both_engines_agree_with_enumeration(engine, kind, eos):
 def test_both_engines_agree_far_past_enumeration(monkeypatch):
     # 200 tokens: several chunks of doubling, with what has ended carried over between them
     world = build_world("markov", 3, 200, eos=True, off=True, seed=8, scale=0.4)
-    chosen, lengths = [parse("k3-in-both+prefix-ratio+length-mean"), parse("k1-in-reward+loo")], [1, 63, 64, 65, 200]
+    chosen, lengths = [parse("k3-in-both+prefix-ratio+length-mean"), parse("k1-in-reward+loo")], [1, 127, 128, 129, 200]
     one = moments(world.pair, chosen, lengths, covariance="diagonal")
     monkeypatch.setattr(module, "_DENSE_WORK", 0)
     for a, b in zip(one, moments(world.pair, chosen, lengths, covariance="diagonal"), strict=True):
         assert_close(a.mean, b.mean)
         assert_close(a.covariance, b.covariance)
+
+
+@pytest.mark.parametrize("kind", ["markov2", "history", "counts"])
+@pytest.mark.parametrize("eos", [False, True])
+def test_scores_without_their_zeros_give_the_same_moments(monkeypatch, engine, kind, eos):
+    """Every credit and ratio on tabular policies, whose contexts touch few coordinates; contexts differ in how many."""
+    world = build_world(kind, 3, 3, eos=eos, off=True, seed=4)
+    scores = world.pair.policy.scores.copy()
+    scores[0, 1:, :2] = 0.0  # the first context has scores in fewer coordinates than the others
+    pair = replace(world.pair, policy=replace(world.pair.policy, scores=scores))
+    names = ["k1-in-reward+loo", "k3-in-both+rtg+prefix-ratio", "k3-in-loss+sequence-ratio", "full-in-both+future"]
+    chosen = [parse(name) for name in (*names, "k1-in-both+token+token-ratio+length-mean+optimal-baseline")]
+    monkeypatch.setattr(module, "_SPARSE_ENTRIES", np.inf)
+    whole = moments(pair, chosen, [1, 3], covariance="diagonal")
+    monkeypatch.setattr(module, "_SPARSE_ENTRIES", 0)
+    assert module.Rows(pair).score.shape[2] < pair.policy.parameters
+    for a, b in zip(whole, moments(pair, chosen, [1, 3], covariance="diagonal"), strict=True):
+        assert_close(a.mean, b.mean)
+        assert_close(a.covariance, b.covariance)
+
+
+def test_sixty_four_tokens_are_within_reach():
+    """d = 4,096: the mean of k1-in-reward is the true gradient by the other route, and a variance comes with it."""
+    automaton, rng = markov(64, 1, start=(0,)), np.random.default_rng(0)
+    shape = automaton.next_context.shape
+    pair = PolicyPair(automaton, tabular(automaton, rng.normal(size=shape)), log_softmax(rng.normal(size=shape)))
+    (m,) = moments(pair, [parse("k1-in-reward")], [3])
+    assert_close(m.mean, true_gradient(pair, [3]))
+    assert m.covariance[0] > 0
+
+
+def test_rows_of_one_definition_are_carried_once():
+    """The slope of k1 is 1, so its loss is the sum of scores that a baseline multiplies."""
+    rows = module.Rows(GRID_WORLD.pair)
+    k1, k3 = (rows.loss(parse(f"{name}-in-loss+token-ratio")) for name in ("k1", "k3"))
+    assert rows.scores("token") == k1 != k3
+    assert rows.scores("none") != k1
 
 
 def test_the_default_chooses_doubling_for_small_models_and_stepping_for_large(monkeypatch):
