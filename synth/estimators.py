@@ -47,6 +47,7 @@ class Estimator:
         full: whether it needs the whole next-token distribution.
         unbiased: whether the expected value is the reverse KL.
         consistent: whether the slope is the derivative of the value.
+        together: value plus slope in closed form, where the two cancel far below the reference; else ``None``.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Estimator:
     full: bool
     unbiased: bool
     consistent: bool
+    together: Callable[[Array], Array] | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -82,6 +84,7 @@ class Entry(NamedTuple):
     full: bool = False
     unbiased: bool = False
     consistent: bool = True
+    together: Callable[..., Array] | None = None
 
 
 def _exp_tail(x: Array) -> Array:
@@ -120,6 +123,10 @@ def _abs(delta: Array) -> Array:
 
 def _sign(delta: Array) -> Array:
     return array_namespace(delta).sign(delta)
+
+
+def _alpha_together(delta: Array, a: float) -> Array:
+    return delta + (1 - a)
 
 
 def _alpha(delta: Array, a: float) -> Array:
@@ -203,7 +210,9 @@ def _full(log_probs: Array, reference: Array) -> Array:
 ESTIMATORS: dict[str, Entry] = {
     "k1": Entry(_k1, _one, "delta", "1", f"{SCHULMAN}; {PAPER}, section 2 (K1)", unbiased=True),
     "k2": Entry(_k2, lambda delta: delta + 0, "delta^2 / 2", "delta", SCHULMAN),
-    "k3": Entry(_k3, _k3_slope, "r - 1 + delta", "1 - r", f"{SCHULMAN}; {PAPER}, section 2 (K3)", unbiased=True),
+    "k3": Entry(
+        _k3, _k3_slope, "r - 1 + delta", "1 - r", f"{SCHULMAN}; {PAPER}, section 2 (K3)", unbiased=True, together=_k1
+    ),
     "abs": Entry(_abs, _sign, "|delta|", "sign(delta)", "verl kl_penalty 'abs'; expectation at least the KL"),
     "alpha": Entry(
         _alpha,
@@ -213,6 +222,7 @@ ESTIMATORS: dict[str, Entry] = {
         f"control-variate family between k1 (a = 0) and k3 (a = 1); {SCHULMAN}",
         (("a", 0.5),),
         unbiased=True,
+        together=_alpha_together,
     ),
     "k3-clamped": Entry(
         _clamped,
@@ -315,4 +325,5 @@ def estimator(name: str) -> Estimator:
         entry.full,
         entry.unbiased,
         entry.consistent,
+        partial(entry.together, **bound) if entry.together and bound else entry.together,
     )

@@ -17,7 +17,7 @@ Shapes: L lengths asked for, S contexts, V tokens, d parameters, m products of r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 COVARIANCES = ("none", "trace", "diagonal", "full")
 _DENSE_WORK = 3e7  # multiply-adds of one operator product up to which doubling beats stepping
 _CHUNK = 128
+_CANCELS = 6.0  # log pi_ref / pi from which value and slope of k3 are better added before they are squared
 _SPARSE_ENTRIES = 1 << 12  # S x V x d from which scores that are mostly zero are kept without the zeros
 _FULL_ENTRIES = 1 << 20  # S x V x d^2 up to which d x d blocks are carried
 
@@ -97,6 +98,12 @@ def edge_pathwise(
     return np.broadcast_to(np.einsum("sv,svd->sd", slope, scores)[:, None, :], scores.shape)
 
 
+def edge_together(pair: PolicyPair, configuration: Configuration) -> Float[np.ndarray, "S V"]:
+    """``[S, V]`` value plus slope at each token, in the estimator's closed form; 0 where the sampler never goes."""
+    assert configuration.estimator.together is not None
+    return np.where(pair.possible, configuration.estimator.together(pair.log_ratio), 0.0)
+
+
 # ---------------------------------------------------------------------------------------------------- the rows
 
 
@@ -142,11 +149,12 @@ class Rows:
     def table(self, kind: str, configuration: Configuration) -> np.ndarray:
         key = (kind, configuration.estimator.name, configuration.rollout_value and kind == "value")
         if key not in self._tables:
-            self._tables[key] = (
-                edge_values(self.pair, configuration)
-                if kind == "value"
-                else edge_pathwise(self.pair, configuration, self.score)
-            )
+            make: dict[str, Callable[[], np.ndarray]] = {
+                "value": lambda: edge_values(self.pair, configuration),
+                "pathwise": lambda: edge_pathwise(self.pair, configuration, self.score),
+                "together": lambda: edge_together(self.pair, configuration),
+            }
+            self._tables[key] = make[kind]()
         return self._tables[key]
 
     def coordinates(self, contexts: np.ndarray, n: int) -> np.ndarray:
@@ -219,8 +227,16 @@ class Rows:
         w = own[..., None] * self.table("pathwise", configuration)
         return self.add(("loss", ratio, est.name), (carrier, w), keep=step if ratio == "sequence" else None)
 
-    def reward(self, configuration: Configuration) -> Row:
-        """sum over (t, u) in credit of omega(t, u) c_u p_t, for b = 0."""
+    def merges(self, configuration: Configuration) -> bool:
+        """Whether reward and loss are better one row: k3's own-token terms cancel to delta where r is large."""
+        if configuration.placement != "both" or configuration.credit == "future" or configuration.rollout_value:
+            return False
+        pair = self.pair
+        far = -pair.log_ratio[pair.possible].min(initial=0.0) > _CANCELS
+        return far and configuration.estimator.together is not None
+
+    def reward(self, configuration: Configuration, *, merged: bool = False) -> Row:
+        """sum over (t, u) in credit of omega(t, u) c_u p_t, for b = 0; ``merged`` with the loss."""
         ratio, credit, full = configuration.ratio, configuration.credit, configuration.estimator.full
         c, key = self.table("value", configuration), self._value_key(configuration)
         carrier, step = self.weight(ratio)
@@ -228,7 +244,8 @@ class Rows:
         p = own[..., None] * self.score
         terms: list[tuple[Row, np.ndarray]] = []
         if credit != "future":  # t = u
-            terms.append((carrier, c[..., None] * p))
+            own_value = self.table("together", configuration) if merged else c
+            terms.append((carrier, own_value[..., None] * p))
         if credit in ("whole", "rtg", "future"):  # t < u
             if ratio == "prefix":
                 before = self.add(("omega P",), (carrier, p), keep=step)
@@ -241,7 +258,9 @@ class Rows:
             else:
                 past = self.values(configuration)
             terms.append((past, p))
-        return self.add(("reward", credit, ratio, *key), *terms, keep=step if ratio == "sequence" else None)
+        return self.add(
+            ("both" if merged else "reward", credit, ratio, *key), *terms, keep=step if ratio == "sequence" else None
+        )
 
     @staticmethod
     def _value_key(configuration: Configuration) -> tuple[str, str]:
@@ -477,10 +496,10 @@ class Plan(NamedTuple):
 
 def plan_of(rows: Rows, configuration: Configuration) -> Plan:
     """The rows that a configuration's gradient, baseline and estimate are made of."""
-    x = []
+    x, merged = [], rows.merges(configuration)
     if configuration.in_reward:
-        x.append(rows.reward(configuration))
-    if configuration.in_loss:
+        x.append(rows.reward(configuration, merged=merged))
+    if configuration.in_loss and not merged:
         x.append(rows.loss(configuration))
     needs_c = configuration.baseline in ("mean", "loo")
     return Plan(

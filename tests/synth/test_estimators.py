@@ -390,3 +390,10 @@ def test_an_estimator_is_not_its_name():
     assert estimator("k1") != "k1"
     assert isinstance(estimator("k1"), Estimator)
     assert estimator("k1") != estimator("k2")
+
+
+@pytest.mark.parametrize("name", [name for name, entry in ESTIMATORS.items() if entry.together])
+def test_value_and_slope_together_are_their_sum(name):
+    est, delta = estimator(name), np.linspace(-6, 6, 41)
+    assert est.together(delta) == pytest.approx(est.value(delta) + est.slope(delta), rel=1e-9, abs=1e-12)
+    assert {"k3", "alpha"} <= {n for n, entry in ESTIMATORS.items() if entry.together}

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from strategies import Plain, assert_close, build_world, configurations, grid, worlds
 
@@ -116,6 +116,32 @@ def test_sixty_four_tokens_are_within_reach():
     (m,) = moments(pair, [parse("k1-in-reward")], [3])
     assert_close(m.mean, true_gradient(pair, [3]))
     assert m.covariance[0] > 0
+
+
+@pytest.mark.parametrize("credit", ["", "+token"])
+@pytest.mark.parametrize("far", [5.0, 20.0, 45.0])
+def test_k3_in_both_does_not_cancel_near_determinism(credit, far):
+    """(r - 1 + delta) + (1 - r) = delta: at one token the gradient is delta p, however large r is."""
+    automaton = markov(3, 0)
+    policy = tabular(automaton, np.array([[0.0, -far, 0.5]]))
+    pair = PolicyPair(automaton, policy, log_softmax(np.array([[0.0, 0.3, -0.2]])))
+    (m,) = moments(pair, [parse(f"k3-in-both{credit}")], [1], covariance="diagonal")
+    probability, each = np.exp(policy.log_probs[0]), pair.log_ratio[0][:, None] * policy.scores[0]
+    mean = probability @ each
+    assert m.mean[0] == pytest.approx(mean, rel=1e-12, abs=1e-14)
+    assert m.covariance[0] == pytest.approx(probability @ each**2 - mean**2, rel=1e-9, abs=1e-30)
+
+
+@given(world=worlds(), configuration=configurations(names=["k3", "alpha"]))
+def test_reward_and_loss_in_one_row_give_the_same_moments(world, configuration):
+    assume(configuration.placement == "both")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_CANCELS", np.inf)
+        (two,) = moments(world.pair, [configuration], [world.length], covariance="diagonal")
+        patch.setattr(module, "_CANCELS", -np.inf)
+        (one,) = moments(world.pair, [configuration], [world.length], covariance="diagonal")
+    assert_close(one.mean, two.mean)
+    assert_close(one.covariance, two.covariance, 1e-8)
 
 
 def test_rows_of_one_definition_are_carried_once():
