@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from klgrad.synth.configurations import Configuration
 from klgrad.synth.exact import check_lengths
 from klgrad.synth.moments import moments
 from klgrad.synth.policies import PolicyPair
-from klgrad.synth.sampling import Sampler, estimates
+from klgrad.synth.sampling import Sampler, estimates, sampler_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,12 +51,52 @@ class Simulation(NamedTuple):
     sampler: str
 
 
+Drawn = tuple[np.ndarray, np.ndarray]  # a block's gradients [trials, C, d] and estimates [trials, C]
+
+
 class Block(NamedTuple):
     """Consecutive trials of one length: the unit of work, of seeding and of resumption."""
 
     length: int
     first: int
     trials: int
+
+
+class Task(NamedTuple):
+    """All that a block's numbers depend on besides the block: plain data that can be sent elsewhere.
+
+    Args:
+        configurations: C of them.
+        baselines: ``[C, L, d]`` the exact constants b.
+    """
+
+    pair: PolicyPair
+    configurations: tuple[Configuration, ...]
+    lengths: tuple[int, ...]
+    samples: int
+    seed: int
+    baselines: np.ndarray
+
+    def drawer(self) -> Callable[[Block], Drawn]:
+        """The function that draws a block; its tables are made here, once."""
+        configurations, samples = self.configurations, self.samples
+        units = math.gcd(samples, *(c.group(samples) for c in configurations if c.baseline == "loo"))
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            sampler = Sampler(self.pair, configurations, self.lengths)
+
+        def draw(block: Block) -> Drawn:
+            stream = np.random.SeedSequence(self.seed, spawn_key=(block.length, block.first))
+            rng = np.random.Generator(np.random.SFC64(stream))
+            b = self.baselines[:, self.lengths.index(block.length)]
+            with np.errstate(over="ignore", invalid="ignore"):
+                sums = sampler.sums(block.length, block.trials * (samples // units), units, rng)
+                each = [
+                    estimates(c, s, block.trials, samples, constant)
+                    for c, s, constant in zip(configurations, sums, b, strict=True)
+                ]
+            return np.stack([g for g, _ in each], axis=1), np.stack([v for _, v in each], axis=1)
+
+        return draw
 
 
 def blocks(lengths: Sequence[int], trials: int, samples: int) -> list[Block]:
@@ -107,6 +148,7 @@ def simulate(
     samples: int = 1000,
     seed: int = 0,
     workers: int = 1,
+    scheduler: str | None = None,
     store: Path | None = None,
     progress: Progress | None = None,
 ) -> Simulation:
@@ -118,6 +160,7 @@ def simulate(
         trials, samples: K trials of N sequences, each at least 2.
         seed: the same seed gives the same numbers at any number of workers.
         workers: threads; the numbers do not depend on it.
+        scheduler: the address of a Dask scheduler whose workers draw the blocks, bit for bit as here.
         store: a folder for finished blocks; those already there are taken up.
         progress: called with (blocks done, blocks in all).
 
@@ -136,72 +179,75 @@ def simulate(
             f"trials x configurations x parameters x lengths = {entries:.3g} estimates do not fit "
             f"(at most {_MOST_ENTRIES:.3g}): take fewer trials or lengths; more samples cost no memory"
         )
-    units = math.gcd(samples, *(c.group(samples) for c in configurations if c.baseline == "loo"))
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        sampler = Sampler(pair, configurations, wanted.tolist())
-    baseline = _baselines(pair, configurations, wanted)
+    for configuration in configurations:
+        configuration.group(samples)
+    task = Task(
+        pair, tuple(configurations), tuple(wanted.tolist()), samples, seed,
+        _baselines(pair, configurations, wanted),
+    )  # fmt: skip
     folder = None if store is None else store_of(store, pair, configurations, trials, samples, seed)
-
-    def run(block: Block) -> tuple[np.ndarray, np.ndarray]:
-        stored = None if folder is None else _load(folder, block)
-        if stored is not None:
-            return stored
-        stream = np.random.SeedSequence(seed, spawn_key=(block.length, block.first))
-        rng = np.random.Generator(np.random.SFC64(stream))
-        with np.errstate(over="ignore", invalid="ignore"):
-            sums = sampler.sums(block.length, block.trials * (samples // units), units, rng)
-            each = [
-                estimates(c, s, block.trials, samples, baseline[c, block.length])
-                for c, s in zip(configurations, sums, strict=True)
-            ]
-        result = np.stack([g for g, _ in each], axis=1), np.stack([v for _, v in each], axis=1)
-        if folder is not None:
-            _save(folder, block, result)
-        return result
-
     todo = blocks(wanted.tolist(), trials, samples)
-    done = dict(_in_order(run, todo, workers, progress))
+    done = dict(_in_order(task, folder, todo, workers, scheduler, progress))
     gradients, values = [], []
     for length in wanted:
         parts = [done[i] for i, block in enumerate(todo) if block.length == length]
         gradients.append(np.concatenate([g for g, _ in parts])[:trials])
         values.append(np.concatenate([v for _, v in parts])[:trials])
-    return Simulation(gradients, values, sampler.name)
+    return Simulation(gradients, values, sampler_name(pair, configurations))
 
 
-def _baselines(
-    pair: PolicyPair, configurations: Sequence[Configuration], lengths: np.ndarray
-) -> dict[tuple[Configuration, int], np.ndarray]:
-    """The exact constant b of every configuration and length."""
+def _baselines(pair: PolicyPair, configurations: Sequence[Configuration], lengths: np.ndarray) -> np.ndarray:
+    """``[C, L, d]`` the exact constant b of every configuration and length."""
     constant = [c for c in configurations if c.baseline not in ("none", "loo")]
-    none = np.zeros(pair.policy.parameters)
-    found = {(c, int(n)): none for c in configurations for n in lengths}
+    found = np.zeros((len(configurations), len(lengths), pair.policy.parameters))
     for m in moments(pair, constant, lengths.tolist(), covariance="none") if constant else []:
-        found.update({(m.configuration, int(n)): b for n, b in zip(lengths, m.baseline, strict=True)})
+        found[list(configurations).index(m.configuration)] = m.baseline
     return found
 
 
 def _in_order(
-    run: Callable[[Block], tuple[np.ndarray, np.ndarray]], todo: list[Block], workers: int, progress: Progress | None
-) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray]]]:
-    """Yield (index, result); an interruption lets running blocks finish and starts no others."""
-    if workers <= 1:
-        for i, block in enumerate(todo):
-            yield i, run(block)
-            if progress:
-                progress(i + 1, len(todo))
+    task: Task, folder: Path | None, todo: list[Block], workers: int, scheduler: str | None, progress: Progress | None
+) -> Iterator[tuple[int, Drawn]]:
+    """Yield (index, result) of every block: those stored first, then the others as they are drawn and stored."""
+    stored = {i: found for i, block in enumerate(todo) if (found := None if folder is None else _load(folder, block))}
+    missing = [(i, block) for i, block in enumerate(todo) if i not in stored]
+    yield from stored.items()
+    if not missing:
         return
-    from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+    keep: Callable[[Block, Drawn], None] = (lambda *_: None) if folder is None else partial(_save, folder)
+    if scheduler is None:
+        drawn = _draw_here(task.drawer(), keep, missing, workers)
+    else:
+        from klgrad.analysis.cluster import draw_on_cluster
+
+        drawn = draw_on_cluster(scheduler, task, keep, missing)
+    for count, (i, result) in enumerate(drawn, len(stored) + 1):
+        yield i, result
+        if progress:
+            progress(count, len(todo))
+
+
+def _draw_here(
+    draw: Callable[[Block], Drawn], keep: Callable[[Block, Drawn], None], todo: list[tuple[int, Block]], workers: int
+) -> Iterator[tuple[int, Drawn]]:
+    """Yield (index, result); an interruption lets running blocks finish and be kept, and starts no others."""
+
+    def run(block: Block) -> Drawn:
+        result = draw(block)
+        keep(block, result)
+        return result
+
+    if workers <= 1:
+        for i, block in todo:
+            yield i, run(block)
+        return
+    from concurrent.futures import ThreadPoolExecutor, as_completed
 
     pool = ThreadPoolExecutor(workers)
     try:
-        waiting = {pool.submit(run, block): i for i, block in enumerate(todo)}
-        while waiting:
-            finished, _ = wait(waiting, return_when=FIRST_COMPLETED)
-            for future in finished:
-                yield waiting.pop(future), future.result()
-            if progress:
-                progress(len(todo) - len(waiting), len(todo))
+        waiting = {pool.submit(run, block): i for i, block in todo}
+        for future in as_completed(waiting):
+            yield waiting.pop(future), future.result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -210,7 +256,7 @@ def _path(folder: Path, block: Block) -> Path:
     return folder / f"length-{block.length}-trial-{block.first}.npz"
 
 
-def _load(folder: Path, block: Block) -> tuple[np.ndarray, np.ndarray] | None:
+def _load(folder: Path, block: Block) -> Drawn | None:
     """A finished block, or None where there is none or it cannot be read."""
     import zipfile
 
@@ -223,7 +269,7 @@ def _load(folder: Path, block: Block) -> tuple[np.ndarray, np.ndarray] | None:
     return None
 
 
-def _save(folder: Path, block: Block, result: tuple[np.ndarray, np.ndarray]) -> None:
+def _save(folder: Path, block: Block, result: Drawn) -> None:
     import io
 
     folder.mkdir(parents=True, exist_ok=True)

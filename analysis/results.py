@@ -49,6 +49,7 @@ def compare(
     seed: int = 0,
     exact_only: bool = False,
     workers: int = 1,
+    scheduler: str | None = None,
     store: Path | None = None,
     progress: Progress | None = None,
 ) -> pd.DataFrame:
@@ -83,7 +84,8 @@ def compare(
     if not exact_only:
         drawn = simulate(
             pair, configurations, lengths,
-            trials=trials, samples=samples, seed=seed, workers=workers, store=store, progress=progress,
+            trials=trials, samples=samples, seed=seed, workers=workers, scheduler=scheduler, store=store,
+            progress=progress,
         )  # fmt: skip
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             rows += _monte_carlo_rows(pair, found, lengths, kls, truth, drawn, trials, samples)

@@ -47,6 +47,7 @@ class Drawing:
     seed: int
     workers: int | None
     quiet: bool
+    scheduler: str | None = None
 
     @property
     def request(self) -> dict[str, int]:
@@ -126,6 +127,13 @@ config_option = click.option(
     metavar="NAME",
     help="ESTIMATOR-in-PLACEMENT[+option]; may be repeated. Default: k1 and k3 in reward, loss and both.",
 )
+scheduler_option = click.option(
+    "--scheduler",
+    metavar="ADDRESS",
+    envvar="KLGRAD_SCHEDULER",
+    show_envvar=True,
+    help="Draw on a Dask cluster, tcp://HOST:PORT, instead of in threads; the numbers do not depend on it.",
+)
 sampling_options = grouped(
     "drawing",
     Drawing,
@@ -139,6 +147,7 @@ sampling_options = grouped(
         help="Threads; the numbers do not depend on it. Default: the CPUs, up to 4.",
     ),
     click.option("-q", "--quiet", is_flag=True, help="No progress, notes or summary."),
+    scheduler_option,
 )
 out_option = click.option(
     "--out", type=click.Path(path_type=Path), default=Path("out"), show_default=True, help="Folder to write to."

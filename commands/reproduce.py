@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from klgrad.commands.display import dump, number, table
-from klgrad.commands.options import Drawing, Source, json_option, pair_of
+from klgrad.commands.options import Drawing, Source, json_option, pair_of, scheduler_option
 from klgrad.commands.sweep import sweep
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ REPRODUCIBLE = ("figure1", "growth", "compare")
     help="Relative difference of a number that still passes, such as 1e-9 on another platform.",
 )
 @click.option("--workers", type=click.IntRange(min=1), default=None, help="Threads. Default: the CPUs, up to 4.")
+@scheduler_option
 @click.option("--out", type=click.Path(path_type=Path), help="Also write the new table to this folder; resumable.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress or notes.")
 @json_option
@@ -46,6 +47,7 @@ def reproduce(
     pair: str | None,
     tolerance: float,
     workers: int | None,
+    scheduler: str | None,
     out: Path | None,
     quiet: bool,
     as_json: bool,
@@ -66,7 +68,7 @@ def reproduce(
         raise ValueError(f"--out {out} is where {manifest} lies: give another folder, so that it is not overwritten")
     saved = manifest.with_suffix(".csv")
     text = saved.read_bytes() if saved.exists() else None
-    drawing = Drawing(asked.trials, asked.samples, asked.seed, workers, quiet)
+    drawing = Drawing(asked.trials, asked.samples, asked.seed, workers, quiet, scheduler)
     sources = [_source(given, pair) for given in asked.sources]
     pairs = [pair_of(source, max(lengths)) for source, lengths in zip(sources, asked.lengths, strict=True)]
     now = _run(asked, sources, drawing, out)

@@ -63,7 +63,8 @@ def sweep(
             with Progress(pair.name, drawing.quiet) as progress:
                 table = results.compare(
                     pair, configurations, each,
-                    exact_only=exact_only, workers=drawing.threads, store=store, progress=progress, **drawing.request,
+                    exact_only=exact_only, workers=drawing.threads, scheduler=drawing.scheduler, store=store,
+                    progress=progress, **drawing.request,
                 )  # fmt: skip
             frames.append(extend(pair, table) if extend else table)
         frame = pd.concat(frames, ignore_index=True)

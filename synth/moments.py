@@ -334,7 +334,7 @@ class _System:
         target, origin = np.divmod(key[order][fresh], m)
         operator = np.zeros((n, m, S, m, S))
         source, to = np.repeat(np.arange(S), V), self.automaton.next_context.ravel()
-        for edge in np.flatnonzero(self.mu.ravel()):
+        for edge in np.flatnonzero(self.rows.pair.possible):  # also where mu underflows: 0 x inf must not go unseen
             operator[:, target, to[edge], origin, source[edge]] += stacked[:, edge].T
         return operator
 
@@ -379,7 +379,7 @@ class _System:
         x[self._started()] = 1.0
         built: tuple[np.ndarray, np.ndarray, _Step] | None = None
         for t in range(longest):
-            after = np.unique(self.automaton.next_context[active][self.mu[active] > 0])
+            after = np.unique(self.automaton.next_context[active][self.rows.pair.possible[active]])
             if built is None or not (np.array_equal(built[0], active) and np.array_equal(built[1], after)):
                 built = (active, after, _Step(self, active, after))
             x = built[2](x)
@@ -398,8 +398,7 @@ class _Step:
 
     def __init__(self, system: _System, active: np.ndarray, after: np.ndarray) -> None:
         n = len(system.left)
-        mu = system.mu[active]
-        used = mu > 0
+        mu, used = system.mu[active], system.rows.pair.possible[active]
         to = np.where(used, np.searchsorted(after, np.where(used, system.automaton.next_context[active], after[0])), 0)
         edges: dict[int, dict[int, np.ndarray]] = {}
         own: dict[int, dict[int, np.ndarray]] = {}

@@ -144,6 +144,15 @@ def test_reward_and_loss_in_one_row_give_the_same_moments(world, configuration):
     assert_close(one.covariance, two.covariance, 1e-8)
 
 
+def test_a_token_whose_probability_underflows_is_not_left_out(engine):
+    """k3's slope there is -e^3200: the variance is infinite, and must not come out as that of the other tokens."""
+    automaton = markov(2, 1, start=(0,))
+    steep = np.array([[0.0, 800.0], [800.0, 0.0]])
+    pair = PolicyPair(automaton, tabular(automaton, steep), log_softmax(-steep))
+    (m,) = moments(pair, [parse("k3-in-loss")], [4])
+    assert not np.isfinite(m.covariance[0])
+
+
 def test_rows_of_one_definition_are_carried_once():
     """The slope of k1 is 1, so its loss is the sum of scores that a baseline multiplies."""
     rows = module.Rows(GRID_WORLD.pair)

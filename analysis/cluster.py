@@ -1,0 +1,122 @@
+"""Blocks drawn on a Dask cluster: the same blocks, seeds and arithmetic as here, so the same numbers.
+
+A block is a task. Results stream back as they finish; what a lost worker had in hand is drawn again elsewhere by Dask.
+``distributed`` (extra ``cluster``) is imported here and only here.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+_MOST_BYTES = 1 << 24  # of one task: its pair travels with every block, and a lost worker costs nothing but its blocks
+_WAITING = 64  # tasks sent ahead; more would only fill the scheduler
+CONNECT_SECONDS = 10
+
+
+class Task(Protocol):
+    """What can be sent: it makes the function that draws a block, in whichever process it arrives."""
+
+    def drawer(self) -> Callable[[Any], Any]: ...
+
+
+class Parcel(NamedTuple):
+    """A task as it travels: pickled once, with what its numbers depend on besides."""
+
+    content: bytes
+    made_with: str
+
+
+def numerics() -> str:
+    """What the bits of a block depend on: klgrad, numpy, processor and operating system."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    own = ""
+    with suppress(PackageNotFoundError):  # a source tree on the path has no version
+        own = f"klgrad {version('klgrad')}, "
+    return f"{own}numpy {np.__version__} on {platform.system()} {platform.machine()}"
+
+
+def draw_parcel(parcel: Parcel, block: Any) -> Any:
+    """A block on a worker.
+
+    Raises:
+        ValueError: on a worker with another numpy or platform, whose numbers could differ in the last digit.
+    """
+    if parcel.made_with != numerics():
+        raise ValueError(
+            f"a worker has {numerics()} and this process {parcel.made_with}: "
+            "the same numbers need the same versions and platform everywhere"
+        )
+    return _unpacked(parcel.content)(block)
+
+
+@lru_cache(maxsize=4)
+def _unpacked(content: bytes) -> Any:
+    """The drawing function of a task, its tables made once for each worker."""
+    import pickle
+
+    return pickle.loads(content).drawer()  # what Dask itself would do with every task that it is sent
+
+
+def _distributed() -> Any:
+    try:
+        return import_module("distributed")
+    except ImportError:
+        raise ValueError(
+            "a scheduler needs Dask's distributed, which is not installed: pip install 'klgrad[cluster]'"
+        ) from None
+
+
+def draw_on_cluster(
+    address: str, task: Task, keep: Callable[[Any, Any], None], todo: Sequence[tuple[int, Any]]
+) -> Iterator[tuple[int, Any]]:
+    """Yield ``(index, result)`` as blocks finish on the cluster whose scheduler is at ``address``; ``keep`` each here.
+
+    Raises:
+        ValueError: without ``distributed``, without a scheduler at the address, for a pair too large to travel with
+            every block, or for a cluster that keeps losing its workers.
+    """
+    distributed = _distributed()
+    parcel = Parcel(import_module("cloudpickle").dumps(task), numerics())  # distributed's own: it knows lambdas
+    if len(parcel.content) > _MOST_BYTES:
+        raise ValueError(
+            f"the pair takes {len(parcel.content):,} bytes, and at most {_MOST_BYTES:,} travel with every block: "
+            "run it here, or share its parameters"
+        )
+    try:
+        client = distributed.Client(address, timeout=CONNECT_SECONDS, set_as_default=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no Dask scheduler answers at {address}: {error}") from None
+    with client:
+        waiting = list(reversed(todo))
+        sent: dict[Any, tuple[int, Any]] = {}
+
+        def send() -> Any:
+            i, block = waiting.pop()
+            future = client.submit(draw_parcel, parcel, block, pure=False)
+            sent[future] = i, block
+            return future
+
+        futures = distributed.as_completed([send() for _ in range(min(_WAITING, len(waiting)))], loop=client.loop)
+        try:
+            for future in futures:
+                try:
+                    result = future.result()
+                except distributed.scheduler.KilledWorker as error:
+                    raise ValueError(
+                        f"the cluster lost one block's worker again and again ({error}): give its workers more memory"
+                    ) from None
+                if waiting:
+                    futures.add(send())
+                i, block = sent.pop(future)
+                keep(block, result)
+                yield i, result
+        finally:
+            client.cancel(list(sent))
