@@ -45,6 +45,30 @@ def sequences(automaton: Automaton, length: int, *, limit: int = MAX_SEQUENCES) 
     Raises:
         ValueError: when there could be more than ``limit``, saying how many and what to use instead.
     """
+    _check_count(automaton, length, limit)
+    return _longer(automaton, _empty(), np.array([automaton.start]), length)[0]
+
+
+def sequence_chunks(
+    automaton: Automaton, length: int, chunk: int, *, limit: int = MAX_SEQUENCES
+) -> Iterator[Sequences]:
+    """The rows of ``sequences`` in order, at most ``chunk`` (or V) at a time: memory does not grow with their number.
+
+    A chunk holds whole families: all continuations of each of its prefixes.
+    """
+    _check_count(automaton, length, limit)
+    V, depth = automaton.vocabulary, 1
+    while depth < length and V ** (depth + 1) <= chunk:
+        depth += 1
+    prefixes, now = _longer(automaton, _empty(), np.array([automaton.start]), length - depth)
+    each = max(1, chunk // V**depth)
+    for first in range(0, len(now), each):
+        rows = slice(first, first + each)
+        part = Sequences(prefixes.tokens[rows], prefixes.contexts[rows], prefixes.mask[rows])
+        yield _longer(automaton, part, now[rows], depth)[0]
+
+
+def _check_count(automaton: Automaton, length: int, limit: int) -> None:
     automaton.check_length(length)
     most = automaton.vocabulary**length
     if most > limit:
@@ -52,11 +76,16 @@ def sequences(automaton: Automaton, length: int, *, limit: int = MAX_SEQUENCES) 
             f"{automaton.vocabulary}^{length} = {most:.3g} sequences are past the limit of {limit} for enumeration: "
             "take a shorter length, or the exact moments or Monte Carlo, which do not enumerate"
         )
-    tokens = np.zeros((1, 0), np.intp)
-    contexts = np.zeros((1, 0), np.intp)
-    mask = np.zeros((1, 0), bool)
-    now = np.array([automaton.start])
-    for _ in range(length):
+
+
+def _empty() -> Sequences:
+    return Sequences(np.zeros((1, 0), np.intp), np.zeros((1, 0), np.intp), np.zeros((1, 0), bool))
+
+
+def _longer(automaton: Automaton, prefixes: Sequences, now: np.ndarray, steps: int) -> tuple[Sequences, np.ndarray]:
+    """All continuations by so many tokens of prefixes that are in contexts ``now``, and the contexts they reach."""
+    tokens, contexts, mask = prefixes.tokens, prefixes.contexts, prefixes.mask
+    for _ in range(steps):
         alive = now != automaton.end
         fan = np.where(alive, automaton.vocabulary, 1)
         parent = np.repeat(np.arange(len(now)), fan)
@@ -66,7 +95,7 @@ def sequences(automaton: Automaton, length: int, *, limit: int = MAX_SEQUENCES) 
         contexts = np.column_stack([contexts[parent], now[parent]])
         mask = np.column_stack([mask[parent], alive[parent]])
         now = automaton.next_context[now[parent], token]
-    return Sequences(tokens, contexts, mask)
+    return Sequences(tokens, contexts, mask), now
 
 
 def log_probability(every: Sequences, log_probs: Float[np.ndarray, "S V"]) -> Float[np.ndarray, " M"]:
@@ -235,6 +264,9 @@ def torch_batches(
 ) -> Iterator[tuple[Any, Batch]]:
     """Every sequence in chunks, as ``(probability [B] under the sampler, Batch)``.
 
+    No position sees the last token, so sequences that differ in it alone share one row of the model: V times fewer
+    evaluations, V^(T-1) rows of T tokens.
+
     Args:
         model: next-token log-probs ``[B, T, V]`` in torch, from ``[B, T]`` contexts, or, with
             ``inputs="tokens"``, from the ``[B, T]`` tokens themselves (position t must see tokens before t only).
@@ -244,15 +276,15 @@ def torch_batches(
     """
     import torch
 
-    every = sequences(automaton, length, limit=limit)
-    for first in range(0, len(every.tokens), chunk):
-        rows = slice(first, first + chunk)
-        tokens, mask = torch.as_tensor(every.tokens[rows]), torch.as_tensor(every.mask[rows])
-        given = torch.as_tensor(every.contexts[rows]) if inputs == "contexts" else tokens
-        full = model(given)
+    for every in sequence_chunks(automaton, length, chunk, limit=limit):
+        tokens, mask = torch.as_tensor(every.tokens), torch.as_tensor(every.mask)
+        seen = every.contexts if inputs == "contexts" else every.tokens
+        family, of = _families(seen if inputs == "contexts" else seen[:, :-1])
+        given, rows = torch.as_tensor(seen[family]), torch.as_tensor(of)
+        full = model(given)[rows]
         with torch.no_grad():
-            full_reference = reference(given)
-            full_behaviour = full.detach() if behaviour is None else behaviour(given)
+            full_reference = reference(given)[rows]
+            full_behaviour = full.detach() if behaviour is None else behaviour(given)[rows]
 
         def taken(log_probs: Any, tokens: Any = tokens, mask: Any = mask) -> Any:
             picked = log_probs.gather(-1, tokens[..., None])[..., 0]
@@ -263,6 +295,12 @@ def torch_batches(
             sampled.sum(1).exp(),
             Batch(tokens, mask, taken(full), taken(full_reference), sampled, full, full_reference),
         )
+
+
+def _families(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The first of each run of equal rows, and every row's run."""
+    fresh = np.append(True, (seen[1:] != seen[:-1]).any(axis=1))
+    return np.flatnonzero(fresh), np.cumsum(fresh) - 1
 
 
 def expected_loss_gradient(

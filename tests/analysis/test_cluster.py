@@ -84,7 +84,7 @@ def test_a_parcel_draws_what_its_task_draws():
 
 
 def test_a_worker_with_another_numpy_is_refused():
-    with pytest.raises(ValueError, match="this process numpy 0.1 on an abacus: the same numbers need the same"):
+    with pytest.raises(ValueError, match=r"this process numpy 0.1 on an abacus: the same numbers need the same"):
         cluster.draw_parcel(cluster.Parcel(b"", "numpy 0.1 on an abacus"), Block(1, 0, 2))
 
 

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from strategies import assert_close, build_world, worlds
 
 from klgrad.synth import automata, enumeration, exact
@@ -14,6 +15,7 @@ from klgrad.synth.enumeration import (
     enumerate_leave_one_out,
     expected_loss_gradient,
     log_probability,
+    sequence_chunks,
     sequence_gradient,
     sequences,
     torch_batches,
@@ -263,3 +265,30 @@ def test_a_model_of_tokens_sees_no_future_and_agrees_with_the_history_automaton(
     values = [enumeration.sequences(automaton, 3).tokens, np.concatenate([b.log_probs.detach() for _, b in parts])]
     first = {tuple(t[:2]): lp[1] for t, lp in zip(values[0].tolist(), values[1], strict=True)}
     assert all(first[t[0], t[1]] == pytest.approx(lp[1]) for t, lp in zip(values[0].tolist(), values[1], strict=True))
+
+
+@given(world=worlds(), chunk=st.integers(1, 40))
+def test_chunks_are_the_sequences_in_order(world, chunk):
+    automaton = world.pair.automaton
+    whole, parts = sequences(automaton, world.length), list(sequence_chunks(automaton, world.length, chunk))
+    for field in ("tokens", "contexts", "mask"):
+        assert np.array_equal(np.concatenate([getattr(part, field) for part in parts]), getattr(whole, field))
+    assert max(len(part.tokens) for part in parts) <= max(chunk, automaton.vocabulary)
+
+
+@pytest.mark.parametrize("chunk", [3, 20, 4096])
+def test_no_prefix_is_evaluated_for_each_of_its_last_tokens(torch, chunk):
+    """V^(T-1) rows of the model, not V^T, and the same log-probs as one call on everything."""
+    automaton, rows = automata.history(3, 4), []
+    table = torch.log_softmax(torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), -1)
+
+    def model(tokens):  # the next token depends on the sum of those before
+        rows.append(len(tokens))
+        before = torch.cumsum(tokens, 1) - tokens
+        return table[before % 3]
+
+    batches = list(torch_batches(model, lambda tokens: table[tokens * 0], automaton, 4, inputs="tokens", chunk=chunk))
+    assert sum(rows) == 3**3
+    every = torch.as_tensor(sequences(automaton, 4).tokens)
+    assert torch.equal(torch.cat([batch.full_log_probs for _, batch in batches]), model(every))
+    assert sum(float(weight.sum()) for weight, _ in batches) == pytest.approx(1)
