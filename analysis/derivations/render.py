@@ -37,7 +37,7 @@ def as_data(checked: Checked) -> dict[str, Any]:
             {"length": n, "left": finite(r.left.tolist()), "right": finite(r.right.tolist()), "residual": r.residual}
             for n, r in zip(checked.lengths, results, strict=True)
         ]
-        reason = {"reason": inline(step.reason, plain), "plain": plain(_equation(results[0]))}
+        reason = {"reason": inline(_reason(results), plain), "plain": plain(_equation(results[0]))}
         steps.append({**claim, "latex": latex, **reason, "sides": sides})
     shown = checked.derivation
     return {
@@ -76,17 +76,27 @@ def numbers(result: Result) -> Numbers:
     """Both sides of a step as labelled text, and how far apart they are."""
     found = [("left", _vector(result.left)), ("right", _vector(result.right))]
     if isinstance(result.step, Comparison):
-        return [*found, ("apart", _distance(result.left, result.right))]
+        return [*found, ("apart", _distance(result))]
     if result.step.printed is not None:
         return [*found, ("residual", "within the printed digits")]
     return [*found, ("residual", f"{result.residual:.1g}")]
 
 
-def _distance(left: np.ndarray, right: np.ndarray) -> str:
+def _distance(result: Result) -> str:
+    left, right = result.left, result.right
     gap, size = float(np.linalg.norm(left - right)), float(np.linalg.norm(right))
-    shown = f"{gap:.4g}" + (f" ({gap / size:.3g} of the right side)" if size else "")
-    both = float(np.linalg.norm(left)) * size
-    return shown if left.ndim == 0 or not both else f"{shown}, cosine {float(left.ravel() @ right.ravel()) / both:.4f}"
+    shown = f"{gap:.4g}" + ("" if result.vanishes(right) else f" ({gap / size:.3g} of the right side)")
+    if left.ndim == 0:
+        return shown
+    if result.vanishes(left) or result.vanishes(right):
+        return f"{shown}, cosine -"  # rounding points nowhere
+    return f"{shown}, cosine {float(left.ravel() @ right.ravel()) / (float(np.linalg.norm(left)) * size):.4f}"
+
+
+def _reason(results: list[Result]) -> str:
+    """Why a step holds; of a comparison what it shows, unless the two sides are equal on this pair at every length."""
+    shown = isinstance(results[0].step, Comparison) and all(result.coincide for result in results)
+    return "Here the two coincide." if shown else results[0].step.reason
 
 
 def _equation(result: Result) -> str:
@@ -140,7 +150,7 @@ def text(checked: Checked) -> str:
         if heading:
             out += ["", heading]
         out += ["", *_formula(number, results[0])]
-        out += _wrapped(inline(results[0].step.reason, plain), "      ")
+        out += _wrapped(inline(_reason(results), plain), "      ")
         for label, sides in _rows(checked, results):
             for name, value in sides:
                 out.append(f"        {label + ' ' if label else ''}{name:<9}{value}")
@@ -175,7 +185,7 @@ def markdown(checked: Checked) -> str:
         if heading:
             out.append(f"## {heading}")
         where = f" Here {small(results[0].step.where)}." if results[0].step.where else ""
-        out.append(f"**{number}.** {inline(results[0].step.reason, small)}{where}")
+        out.append(f"**{number}.** {inline(_reason(results), small)}{where}")
         out.append(f"$$\n{expand(_equation(results[0]))}\n$$")
         out.append(_table(checked, results))
     return "\n\n".join([*out, f"**{inline(shown.conclusion, small)}**", _verdict(checked)]) + "\n"
@@ -213,7 +223,7 @@ def latex(checked: Checked) -> str:
         if heading:
             out.append(rf"\subsection*{{{heading}}}")
         where = f" Here ${expand(results[0].step.where)}$." if results[0].step.where else ""
-        out.append(rf"\noindent\textbf{{{number}.}} {said(results[0].step.reason)}{where}")
+        out.append(rf"\noindent\textbf{{{number}.}} {said(_reason(results))}{where}")
         out.append(rf"\[ {expand(_equation(results[0]))} \]")
         for length, (_, sides) in zip(checked.lengths, _rows(checked, results), strict=True):
             shown_sides = "; ".join(f"{name} {value}" for name, value in sides)
@@ -271,7 +281,7 @@ def article(checked: Checked, *, level: int = 1, notation: bool = True) -> str:
         if heading:
             out.append(f"<h{level + 1}>{heading}</h{level + 1}>")
         where = f" Here {mathml(results[0].step.where, block=False)}." if results[0].step.where else ""
-        out.append(f'<div class="step"><p>{number}. {said(results[0].step.reason)}{where}</p>')
+        out.append(f'<div class="step"><p>{number}. {said(_reason(results))}{where}</p>')
         out.append(mathml(_equation(results[0])))
         rows = [
             f"<tr><th>{entities.escape(label)}</th><th>{name}</th><td>{entities.escape(value)}</td></tr>"

@@ -18,6 +18,7 @@ from klgrad.synth.configurations import PLACEMENTS
 from klgrad.synth.policies import PolicyPair
 
 TOLERANCE = 1e-10
+ROUNDING = 1e-13  # of the largest term: below it a number has no digits
 PARTS = {
     "": "",
     "value": "The value",
@@ -104,12 +105,22 @@ class Derivation:
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """A step with both sides as numbers; ``residual`` is their largest difference on the scale of their terms."""
+    """A step with both sides as numbers; ``residual``: their largest difference over their largest term, ``scale``."""
 
     step: Step | Comparison
     left: np.ndarray
     right: np.ndarray
     residual: float
+    scale: float
+
+    @property
+    def coincide(self) -> bool:
+        """Whether the sides agree as closely as an equality must."""
+        return self.residual <= TOLERANCE
+
+    def vanishes(self, side: np.ndarray) -> bool:
+        """Whether a side is nothing but the rounding of its terms."""
+        return float(np.abs(side).max(initial=0.0)) <= ROUNDING * self.scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +152,7 @@ def evaluate(step: Step | Comparison, model: Model) -> Result:
     gap = np.abs(np.where(both_infinite, 0.0, left) - np.where(both_infinite, 0.0, right)).max(initial=0.0)
     scale = max(float(np.abs(x[np.isfinite(x)]).max(initial=0.0)) for x in (left, right))
     scale = max(scale, model.largest_term, COMPLEX_STEP)  # below the complex step there is nothing but its rounding
-    return Result(step, left, right, float(gap / scale))
+    return Result(step, left, right, float(gap / scale), scale)
 
 
 def verify(result: Result, where: str) -> Result:
@@ -155,7 +166,7 @@ def verify(result: Result, where: str) -> Result:
     if isinstance(step, Comparison):
         return result
     holds = (
-        result.residual <= TOLERANCE  # a NaN fails this too
+        result.coincide  # a NaN does not
         if step.printed is None
         else bool((np.abs(result.left - result.right) <= np.asarray(step.printed)).all())
     )

@@ -273,3 +273,34 @@ def test_slopes_are_those_of_autograd(torch):
         delta = torch.tensor([-1.5, 0.3, 2.0], dtype=torch.float64, requires_grad=True)
         (gradient,) = torch.autograd.grad(estimator(name).value(delta).sum(), delta)
         assert_close(phi.estimator.slope(delta.detach().numpy()), gradient.numpy(), 1e-12)
+
+
+ROUGH = ["abs(log(r)-1)", "abs(r-2)*log(r)", "abs(delta-0.3)^1.5", "sqrt(delta^2+0.0001)", "abs(delta)^1.5"]
+
+
+@pytest.mark.parametrize("formula", ROUGH)
+@pytest.mark.parametrize("name", ["near", "far"])
+def test_kinks_and_steep_places_are_integrated(monkeypatch, formula, name):
+    monkeypatch.setattr(module, "within", lambda seconds, work: None)  # no search for closed forms
+    assert check(phi_derivation(formula), preset(name), [3]).largest_residual <= 1e-10
+
+
+def test_the_integral_over_a_kink_is_that_of_its_pieces():
+    # h = r int phi'(s) / s ds with phi' = sign(log s - 1) / s, psi = -r int |x - 1| exp(-x) dx: by hand, at delta = -x
+    phi, x = Phi("abs(log(r)-1)"), np.array([-2.0, 0.0, 0.5, 1.0, 3.0])
+    h = np.where(x < 1, np.exp(-x) - 1, 2 * np.exp(-1.0) - 1 - np.exp(-x))
+    psi = np.where(x < 1, x * np.exp(-x), 2 * np.exp(-1.0) - x * np.exp(-x))
+    np.testing.assert_allclose(phi.h(np.exp(x)), np.exp(x) * h, rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(phi.psi(np.exp(x)), -np.exp(x) * psi, rtol=1e-12, atol=1e-13)
+
+
+def test_a_quadrature_that_does_not_converge_says_so():
+    with pytest.raises(StepFailed, match=r"the integral in h\(r\) did not converge .* says nothing about the formula"):
+        Phi("exp(r)").h(np.exp(np.array([8.0])))  # past the largest double
+
+
+def test_a_constant_keeps_the_gradient_and_the_text_says_so():
+    told = text(check(phi_derivation("r - 1 - log(r) + 5"), preset("far"), [3]))
+    assert "∇E[Σ_t φ(r_t)] against ∇KL(π‖q)\n      Here the two coincide.\n" in told
+    assert "Which is not the KL." not in told
+    assert "Which is not the KL." in text(check(phi_derivation("delta^2"), preset("far"), [3]))

@@ -145,3 +145,16 @@ def test_words_of_a_users_pair_are_escaped():
     checked = check(derivation("k1"), replace(preset("near"), name="<b>&_#$x"), [1])
     assert "<b>" not in formats()["html"](checked)
     assert "<b>&_#" in formats()["text"](checked)
+
+
+def test_a_comparison_says_when_its_sides_coincide():
+    differ = "Nor is it the sequence-level forward KL"
+    for lengths, coincide in (([1], True), ([2], False), ([1, 2], False)):
+        told = formats()["text"](check(derivation("k3"), preset("far"), lengths))
+        assert (differ not in told, "Here the two coincide." in told) == (coincide, coincide)
+
+
+def test_rounding_has_no_direction():
+    told = formats()["text"](check(derivation("aggregation"), preset("near"), [3]))
+    assert "of the right side), cosine -\n" in told
+    assert "cosine 0.7966" not in told
