@@ -19,6 +19,7 @@ import numpy as np
 from klgrad.analysis.libraries import plain_key
 from klgrad.analysis.readings import Reading, reading
 from klgrad.analysis.resolution import Penalty, Resolution, applicable, written
+from klgrad.analysis.settings import Repeat
 from klgrad.synth.estimators import estimator, number
 
 LEVELS = ("error", "warning", "note")
@@ -40,13 +41,15 @@ class Finding:
         return next((line for _, line in self.keys if line is not None), None)
 
 
-def findings(resolution: Resolution, total: Reading | None) -> list[Finding]:
+def findings(resolution: Resolution, total: Reading | None, repeated: Sequence[Repeat] = ()) -> list[Finding]:
     """Everything to know about the settings, errors first.
 
     Args:
         total: the verdict on all penalties together; ``None`` without one.
+        repeated: keys that a file writes twice.
     """
     found = [*_from_entry(resolution), *_settings_findings(resolution), *_unknown(resolution)]
+    found += [_repeat_finding(repeat) for repeat in repeated]
     found += _verdict_findings(resolution, total)
     if not resolution.penalties and not any(each.level == "error" for each in found):
         found.append(Finding("note", "no-penalty", "no KL penalty is on"))
@@ -65,6 +68,14 @@ def _places(resolution: Resolution, keys: Sequence[str]) -> tuple[tuple[str, int
 def _from_entry(resolution: Resolution) -> Iterator[Finding]:
     for identity, level, text, keys in applicable(resolution):
         yield Finding(level, identity, text, _places(resolution, keys))
+
+
+def _repeat_finding(repeat: Repeat) -> Finding:
+    message = (
+        f"{repeat.key} is written twice, in lines {repeat.first} and {repeat.line}: the later one counts here, whole; "
+        "some loaders refuse such a file"
+    )
+    return Finding("warning", "repeated-key", message, ((repeat.key, repeat.line),))
 
 
 def _short(key: str) -> str:
@@ -167,7 +178,7 @@ def _verdict_findings(resolution: Resolution, total: Reading | None) -> Iterator
     if len(penalties) > 1:
         sizes = " and ".join(f"{number(p.coefficient)} in the {p.placement}" for p in penalties)
         keys = [key for p in penalties for key in (p.coefficient_key,) if key]
-        message = f"the penalty is in two places, {sizes}: together {total}"
+        message = f"the penalty is in two places, {sizes}: together {total.scaled}"
         yield Finding("note", "two-places", message, _places(resolution, keys))
     for penalty in penalties:
         kind = _kind(reading([(1.0, penalty.recipe)]))
@@ -201,6 +212,12 @@ _SAYS = {
         "token-level",
         "{name}: the token-level gradient; what a token does to the KL of later ones is missing, and k1 in the "
         "reward has it",
+    ),
+    "own-token": (
+        "warning",
+        "token-level",
+        "{name}: the token-level gradient, for each token is credited with its own penalty alone; what a token does to "
+        "the KL of later ones is missing, and reward-to-go or the sum over the reply has it",
     ),
     "forward": (
         "warning",
@@ -245,7 +262,8 @@ def _bias_finding(resolution: Resolution, penalty: Penalty, kind: str) -> Findin
     if kind == "other":
         kind = "ratio-times-k2" if recipe.live and base == "k2" else recipe.weight
         kind = kind if kind in _SAYS else penalty.placement
-    level, identity, text = _SAYS[kind]
+    own = kind == "token" and penalty.placement == "reward"  # the estimator is right, the credit is not
+    level, identity, text = _SAYS["own-token" if own else kind]
     name = f"{base}-in-loss with a live ratio" if recipe.live else _name(penalty)
     field = "token" if recipe.configuration.credit == "token" else "sequence"
     message = text.format(name=name, base=base, field=field)
@@ -260,6 +278,8 @@ def _bias_finding(resolution: Resolution, penalty: Penalty, kind: str) -> Findin
     if kind in ("geometric", "ratio-times-k2", "zero", "cancelled"):
         asked = dict.fromkeys([*keys, *(key for key in penalty.keys if key in resolution.given)])
         keys = tuple(key for key in asked if key != penalty.coefficient_key) or keys[:1]
+    if own:
+        keys = tuple(key for key in penalty.keys if "adv" in key) or keys
     return Finding(level, identity, message, _places(resolution, keys))
 
 

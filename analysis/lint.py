@@ -14,7 +14,8 @@ from klgrad.analysis.libraries import Library, libraries
 from klgrad.analysis.readings import Reading, reading
 from klgrad.analysis.recipes import Recipe, Terms, expected
 from klgrad.analysis.resolution import Resolution, resolve, written
-from klgrad.analysis.settings import Setting
+from klgrad.analysis.settings import Repeat, Setting
+from klgrad.synth.estimators import number
 from klgrad.synth.exact import kl, true_gradient
 from klgrad.synth.policies import PolicyPair
 
@@ -33,14 +34,14 @@ class Report:
         reading: the verdict on-policy; ``None`` without a penalty.
         off_policy: the verdict with stale samples, the policy loss unclipped.
         findings: errors first.
-        ignored: how many settings have nothing to do with the KL.
+        not_read: settings that the entry does not know, by their names.
     """
 
     resolution: Resolution
     reading: Reading | None
     off_policy: Reading | None
     findings: tuple[Finding, ...]
-    ignored: int
+    not_read: tuple[str, ...]
 
     @property
     def errors(self) -> int:
@@ -58,7 +59,9 @@ class Report:
         """The verdict and its conditions in words."""
         if self.reading is None:
             return "no KL penalty"
-        return self.reading.phrase + (f", provided {' and '.join(self.provided)}" if self.provided else "")
+        coefficients = {weight for weight, _ in active(self.resolution)}
+        unit = f", in units of {number(max(coefficients, key=abs))}" if len(coefficients) > 1 else ""
+        return self.reading.phrase + unit + (f", provided {' and '.join(self.provided)}" if self.provided else "")
 
 
 def active(resolution: Resolution) -> list[tuple[float, Recipe]]:
@@ -66,15 +69,16 @@ def active(resolution: Resolution) -> list[tuple[float, Recipe]]:
     return [(weight, recipe) for weight, recipe in resolution.terms if weight]
 
 
-def lint(entry: Library, settings: Sequence[Setting]) -> Report:
-    """The report on a library's settings."""
+def lint(entry: Library, settings: Sequence[Setting], repeated: Sequence[Repeat] = ()) -> Report:
+    """The report on a library's settings; ``repeated`` are keys that a file writes twice."""
     resolution = resolve(entry, settings)
     terms = active(resolution)
     total = reading(terms) if terms else None
     stale = reading(terms, off_policy=True) if terms else None
-    found = findings(resolution, total)
-    unknown_keys = sum(finding.id == "unknown-key" for finding in found)
-    return Report(resolution, total, stale, tuple(found), len(resolution.unread) - unknown_keys)
+    found = findings(resolution, total, repeated)
+    unknown = {key for finding in found if finding.id == "unknown-key" for key, _ in finding.keys}
+    not_read = dict.fromkeys(setting.key for setting in resolution.unread if setting.key not in unknown)
+    return Report(resolution, total, stale, tuple(found), tuple(not_read))
 
 
 def numbers(terms: Terms, pair: PolicyPair, length: int) -> dict[str, Any]:

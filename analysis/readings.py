@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from klgrad.analysis.recipes import Recipe, Terms, expected, unit_of
-from klgrad.analysis.verdicts import LENGTH, Verdict, classify, probes
+from klgrad.analysis.verdicts import LENGTH, Verdict, classify, phrase, probes
 from klgrad.synth.estimators import estimator
 
 _GROUP, _GROUP_LENGTH = 3, 2  # verdicts on group-std: the probes' sequences and groups must be few enough to enumerate
@@ -27,11 +27,13 @@ class Reading:
         verdict: as in ``verdicts``, with the normaliser taken out.
         per: the normaliser: ``E|y|``, ``T`` or nothing.
         provided: what is assumed, in words.
+        largest: the largest coefficient, of which the verdict's are multiples.
     """
 
     verdict: Verdict
     per: str = ""
     provided: tuple[str, ...] = ()
+    largest: float = 1.0
 
     @property
     def name(self) -> str:
@@ -46,16 +48,29 @@ class Reading:
     @property
     def phrase(self) -> str:
         """``0.875 sequence / E|y|``: the field with its scale."""
-        named = self.verdict.coefficients is not None and any(self.verdict.coefficients)
         if self.verdict.coefficients is None:
             return "no known field"
-        text = self.verdict.phrase
+        return self._per(self.verdict.phrase)
+
+    @property
+    def scaled(self) -> str:
+        """In full, with the coefficients themselves: ``(0.001 sequence + 0.01 token) / E|y|``."""
+        if self.verdict.coefficients is None:
+            return str(self)
+        return self._per(phrase([self.largest * w for w in self.verdict.coefficients])) + self._conditions
+
+    def _per(self, text: str) -> str:
+        named = self.verdict.coefficients is not None and any(self.verdict.coefficients)
         if not named or not self.per:
             return text
         return f"({text}) / {self.per}" if " - " in text or " + " in text else f"{text} / {self.per}"
 
+    @property
+    def _conditions(self) -> str:
+        return f", provided {' and '.join(self.provided)}" if self.provided else ""
+
     def __str__(self) -> str:
-        return self.phrase + (f", provided {' and '.join(self.provided)}" if self.provided else "")
+        return self.phrase + self._conditions
 
 
 def _unclamped(recipe: Recipe) -> Recipe:
@@ -111,18 +126,26 @@ def reading(terms: Terms, *, off_policy: bool = False) -> Reading:
         for chosen in itertools.combinations(possible, count):
             found = _read(terms, chosen, off_policy)
             if found.verdict.coefficients is not None:
-                return replace(found, provided=tuple(_says(r, terms) for r in (*needed, *chosen)))
+                return replace(found, largest=largest, provided=tuple(_says(r, terms) for r in (*needed, *chosen)))
     return Reading(Verdict("other", "other", None))
 
 
 def _says(relaxation: _Relaxation, terms: Terms) -> str:
     """Its words, with the length at hand where the verdict's numbers depend on it."""
-    depends = relaxation.fixed_length and any(recipe.weight == "geometric" for _, recipe in terms)
+    per_reply = {_per_reply(recipe) for _, recipe in terms}
+    depends = relaxation.fixed_length and (
+        any(recipe.weight == "geometric" for _, recipe in terms) or len(per_reply) > 1
+    )
     return f"{relaxation.says}, here T = {LENGTH}" if depends else relaxation.says
 
 
 def _by_length(recipe: Recipe) -> bool:
     return recipe.configuration.aggregation == "length-mean" or recipe.weight == "geometric"
+
+
+def _per_reply(recipe: Recipe) -> bool:
+    """Whether it is divided by the length where all replies have one."""
+    return recipe.token_mean or recipe.configuration.aggregation == "length-mean"
 
 
 def _read(terms: Terms, chosen: tuple[_Relaxation, ...], off_policy: bool) -> Reading:
@@ -138,7 +161,7 @@ def _read(terms: Terms, chosen: tuple[_Relaxation, ...], off_policy: bool) -> Re
     outcomes = [expected(terms, pair, length) for pair in pairs]
     units = [unit_of(terms, pair, length) for pair in pairs]
     per = "E|y|" if all(recipe.token_mean for _, recipe in terms) else ""
-    if fixed and all(recipe.configuration.aggregation == "length-mean" for _, recipe in terms):
+    if fixed and not per and all(_per_reply(recipe) for _, recipe in terms):
         units, per = [float(length)], "T"
     gradients = [outcome.mean * unit for outcome, unit in zip(outcomes, units, strict=True)]
     spread = sum(outcome.variance for outcome in outcomes)

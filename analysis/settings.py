@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 FORMATS = ("yaml", "json", "toml", "command")
@@ -33,12 +34,22 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Repeat:
+    """A key that one mapping holds twice: dotted key, the line of the first one and that of the one that counts."""
+
+    key: str
+    first: int
+    line: int
+
+
+@dataclass(frozen=True)
 class Document:
-    """What a text sets, in order (a later setting of a key counts), its words, and the format it was read as."""
+    """What a text sets, in order (a later setting of a key counts), its words, the format, and keys written twice."""
 
     settings: tuple[Setting, ...]
     words: tuple[str, ...]
     format: str
+    repeated: tuple[Repeat, ...] = ()
 
 
 def plain(value: Any) -> Any:
@@ -60,12 +71,19 @@ def plain(value: Any) -> Any:
         return text
 
 
-def read(text: str, name: str = "-") -> Document:
+_Repeats = dict[tuple[int, int], Repeat]
+
+
+def read(text: str, name: str = "-", *, may_be_empty: bool = False) -> Document:
     """The settings in a text; its format from the name's suffix, else from the text.
+
+    Args:
+        may_be_empty: a text of nothing but comments, or ``{}``, sets nothing and is no error.
 
     Raises:
         ValueError: for a text that cannot be read as that format, with the line, or one without a setting.
     """
+    name = "standard input" if name == "-" else name
     suffix = re.search(r"\.\w+$", name)
     form = _SUFFIXES.get(suffix[0].lower()) if suffix else None
     if suffix and suffix[0].lower() == ".py":
@@ -73,12 +91,20 @@ def read(text: str, name: str = "-") -> Document:
     form = form or _guess(text)
     if "\0" in text:
         raise ValueError(f"{name} is no text file")
-    read_as = {"yaml": _yaml, "json": _json, "toml": _toml, "command": _command}[form]
-    settings = tuple(_filled(list(read_as(text, name))))
+    if may_be_empty and re.sub(r"(?m)^\s*#.*$|\s", "", text) in ("", "{}", "---"):
+        return Document((), (), form)
+    repeats: _Repeats = {}
+    readers: dict[str, Callable[[str, str], Iterator[Setting]]] = {
+        "yaml": partial(_yaml, repeats=repeats),
+        "json": _json,
+        "toml": _toml,
+        "command": _command,
+    }
+    settings = tuple(_filled(list(readers[form](text, name))))
     if not settings:
         raise ValueError(f"{name} holds no settings (read as {form})")
     words = tuple(word for line in text.splitlines() for word in line.split()) if form == "command" else ()
-    return Document(settings, words, form)
+    return Document(settings, words, form, tuple(repeats.values()))
 
 
 def _guess(text: str) -> str:
@@ -119,7 +145,7 @@ def _substitute(match: re.Match[str], known: dict[str, Any]) -> str:
 # -------------------------------------------------------------------------------------------------------- the formats
 
 
-def _yaml(text: str, name: str) -> Iterator[Setting]:
+def _yaml(text: str, name: str, repeats: _Repeats | None = None) -> Iterator[Setting]:
     import yaml
 
     try:
@@ -135,13 +161,13 @@ def _yaml(text: str, name: str) -> Iterator[Setting]:
         return
     if not isinstance(root, (yaml.MappingNode, yaml.SequenceNode)):
         raise ValueError(f"{name} holds a single value, not settings: write key: value")
-    for count, setting in enumerate(_walk(root, (), (), name)):
+    for count, setting in enumerate(_walk(root, (), (), name, {} if repeats is None else repeats)):
         if count >= MAX_SETTINGS:
             raise ValueError(f"{name} holds more than {MAX_SETTINGS:,} settings")
         yield setting
 
 
-def _walk(node: Any, path: tuple[str, ...], above: tuple[int, ...], name: str) -> Iterator[Setting]:
+def _walk(node: Any, path: tuple[str, ...], above: tuple[int, ...], name: str, repeats: _Repeats) -> Iterator[Setting]:
     import yaml
 
     line = node.start_mark.line + 1
@@ -160,15 +186,23 @@ def _walk(node: Any, path: tuple[str, ...], above: tuple[int, ...], name: str) -
         if not node.value and path:
             yield Setting(".".join(path), None, line)
         for i, child in enumerate(node.value):
-            yield from _walk(child, (*path, str(i)), above, name)
+            yield from _walk(child, (*path, str(i)), above, name, repeats)
     else:
         merged = [value for key, value in node.value if key.tag.endswith(":merge")]
         for value in merged:  # what << brings comes first, so that own keys count
             for mapping in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                yield from _walk(mapping, path, above, name)
-        for key, value in node.value:
-            if not key.tag.endswith(":merge") and isinstance(key, yaml.ScalarNode):
-                yield from _at(key.start_mark.line + 1, _walk(value, (*path, key.value), above, name), value)
+                yield from _walk(mapping, path, above, name, repeats)
+        own = [
+            pair for pair in node.value if not pair[0].tag.endswith(":merge") and isinstance(pair[0], yaml.ScalarNode)
+        ]
+        last = {key.value: key for key, _ in own}
+        for key, value in own:
+            at, counts = key.start_mark.line + 1, last[key.value]
+            if key is not counts:  # YAML loaders that take it let the later value replace the earlier one whole
+                line = counts.start_mark.line + 1
+                repeats.setdefault((at, line), Repeat(".".join((*path, key.value)), at, line))
+                continue
+            yield from _at(at, _walk(value, (*path, key.value), above, name, repeats), value)
 
 
 def _at(line: int, settings: Iterator[Setting], node: Any) -> Iterator[Setting]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from klgrad.analysis.settings import Document
 
 _PRESET, _LENGTH = "words", 10  # replies of random length: there aggregation shows
+_FEW = 6  # settings that are not read and are named
 _COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
@@ -56,11 +57,11 @@ def lint(
     from klgrad.analysis.lint import lint as examine
     from klgrad.analysis.settings import read
 
-    document = read(_text(file), file)
+    document = read(_text(file), file, may_be_empty=name is not None)
     extra = [replace(s, line=None) for each in overrides for s in read(_override(each), "--set.sh").settings]
     document = replace(document, settings=(*document.settings, *extra))
     entry, clues = (library(name), []) if name else guess(document.settings, document.words)
-    report = examine(entry, document.settings)
+    report = examine(entry, document.settings, document.repeated)
     terms = active(report.resolution)
     measured = []
     if terms:
@@ -107,9 +108,9 @@ def _show(file: str, entry: Library, report: Report, measured: list[dict[str, An
         click.echo(f"off-policy    {report.off_policy} (stale samples, policy loss unclipped)")
     for m in measured:
         click.echo(f"on {m['preset']:<10} T = {m['length']}: {_measured(m)}")
-    if report.ignored:
-        others = "1 other setting has" if report.ignored == 1 else f"{report.ignored} other settings have"
-        click.echo(f"not read      {others} nothing to do with the KL")
+    if names := report.not_read:
+        which = f": {', '.join(names)}" if len(names) <= _FEW else ""
+        click.echo(f"not read      {len(names)} other setting{'s' if len(names) > 1 else ''}{which}")
     if report.findings:
         click.echo()
     shown = "stdin" if file == "-" else file
@@ -159,7 +160,7 @@ def _content(
         "provided": list(report.provided),
         "off_policy": str(report.off_policy) if report.off_policy else None,
         "numbers": [{key: finite(value) for key, value in m.items()} for m in measured],
-        "ignored": report.ignored,
+        "not_read": list(report.not_read),
         "findings": [
             {"level": f.level, "id": f.id, "message": f.message, "line": f.line, "keys": [key for key, _ in f.keys]}
             for f in report.findings

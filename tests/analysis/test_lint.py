@@ -123,10 +123,49 @@ def test_two_places_are_judged_together():
     alike = report(both, "verl")
     assert alike.reading.unbiased
     assert "k3-in-reward" not in {f.id for f in alike.findings}
-    assert "together sequence" in said(alike, "two-places").message
+    assert "together 0.001 sequence / E|y|" in said(alike, "two-places").message
     apart = report(both + "algorithm.kl_ctrl.kl_coef=0.1", "verl")
     assert not apart.reading.unbiased
     assert said(apart, "k3-in-reward").level == "error"
+
+
+def test_two_places_with_two_coefficients_are_added_as_they_stand():
+    found = report(
+        "algorithm.use_kl_in_reward=True algorithm.adv_estimator=rloo actor_rollout_ref.rollout.n=4 "
+        "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=mse "
+        "actor_rollout_ref.actor.kl_loss_coef=0.01",
+        "verl",
+    )
+    assert "together (0.001 sequence + 0.01 token) / E|y|" in said(found, "two-places").message
+    assert found.verdict == "(0.1 sequence + token) / E|y|, in units of 0.01"
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "key"),
+    [
+        ("--advantage-estimator reinforce_plus_plus_baseline --kl-coef 0.01", "slime", "advantage_estimator"),
+        (
+            "loss_fn.use_kl_in_reward=true grpo.adv_estimator.name=reinforce_plus_plus "
+            "loss_fn.reference_policy_kl_type=k1", "nemo-rl", "grpo.adv_estimator.name",
+        ),
+    ],
+)  # fmt: skip
+def test_k1_in_the_reward_credited_to_its_own_token_alone(text, name, key):
+    finding = said(report(text, name), "token-level")
+    assert finding.message.startswith("k1-in-reward: ")
+    assert finding.message.endswith("reward-to-go or the sum over the reply has it")
+    assert key in dict(finding.keys)
+
+
+@pytest.mark.parametrize("value", ["full", "full+"])
+def test_what_verl_does_not_implement_is_refused(value):
+    for text in (
+        f"algorithm.use_kl_in_reward=True algorithm.kl_penalty={value}",
+        f"actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type={value}",
+    ):
+        finding = said(report(text, "verl"), "refused")
+        assert (finding.level, finding.line) == ("error", 1)
+        assert "NotImplementedError" in finding.message
 
 
 @pytest.mark.parametrize(
@@ -144,9 +183,9 @@ def test_unknown_kl_settings_are_warned_of(text, says, hint):
     assert hint in finding.message
 
 
-def test_settings_that_have_nothing_to_do_with_the_kl_are_counted_and_left_alone():
+def test_settings_that_are_not_read_are_named_and_left_alone():
     found = report("optim.lr=1e-6 data.path=x trainer.epochs=3 actor.clock=1 model.block=2", "verl")
-    assert found.ignored == 5
+    assert found.not_read == ("optim.lr", "data.path", "trainer.epochs", "actor.clock", "model.block")
     other = report("actor_rollout_ref.actor.policy_loss.ppo_kl_coef=0.1 policy_loss.kl_cov_ratio=0.2", "verl")
     assert {f.id for f in other.findings} == {"no-penalty"}
     assert {f.id for f in found.findings} == {"no-penalty"}

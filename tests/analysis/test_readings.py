@@ -71,6 +71,20 @@ def test_readings_off_policy(name, says):
     assert str(reading([(1.0, parse_recipe(name))], off_policy=True)) == says
 
 
+def test_a_verdict_that_rests_on_one_length_says_which():
+    """A length mean beside a sum: at T = 4 the coefficients are to one another as 1 to 1/4."""
+    names = ("k1-in-reward", "k2-in-loss+length-mean")
+    found = reading([(0.01, parse_recipe(name)) for name in names])
+    assert str(found) == f"sequence + 0.25 token, provided {LENGTH}, here T = 4"
+    assert found.scaled == f"0.01 sequence + 0.0025 token, provided {LENGTH}, here T = 4"
+
+
+def test_token_mean_and_length_mean_are_one_where_all_replies_have_the_same_length():
+    names = ("k1-in-reward+token-mean", "k2-in-loss+length-mean")
+    found = reading([(w, parse_recipe(name)) for w, name in zip((0.001, 0.01), names, strict=True)])
+    assert found.scaled == f"(0.001 sequence + 0.01 token) / T, provided {LENGTH}"
+
+
 def test_a_penalty_without_weight_has_no_reading():
     with pytest.raises(ValueError, match="no penalty to read"):
         reading([(0.0, parse_recipe("k1-in-reward"))])

@@ -174,6 +174,27 @@ def test_bad_input_is_one_sentence(text, name, says):
         read(text, name)
 
 
+@pytest.mark.parametrize("text", ["", "# nothing\n", "{}", "{ }\n", "---\n"])
+def test_an_empty_text_is_no_error_where_it_may_be_empty(text):
+    for name in ("-", "f.yaml", "f.json", "f.toml", "f.sh"):
+        assert read(text, name, may_be_empty=True).settings == ()
+    with pytest.raises(ValueError, match="holds no settings"):
+        read("words alone", "-", may_be_empty=True)
+
+
+def test_standard_input_has_a_name():
+    with pytest.raises(ValueError, match=r"^standard input holds no settings"):
+        read("", "-")
+
+
+def test_a_key_that_is_written_twice_is_told_and_the_later_one_replaces_it_whole():
+    found = read("a:\n  kl: k1\n  coef: 1\na:\n  kl: k3\n  kl: k2\nb: 1\n", "f.yaml")
+    assert pairs(found) == {"a.kl": "k2", "b": 1}
+    assert [(r.key, r.first, r.line) for r in found.repeated] == [("a", 1, 4), ("a.kl", 5, 6)]
+    merged = read("a: &a {kl: k1}\nb:\n  <<: *a\n  kl: k2\n", "f.yaml")
+    assert merged.repeated == ()
+
+
 def test_a_bomb_of_anchors_is_refused():
     steps = "\n".join(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}" for i in range(1, 40))
     with pytest.raises(ValueError, match="more than"):

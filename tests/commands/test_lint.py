@@ -100,11 +100,35 @@ def test_what_is_sampled_says_so_with_its_noise():
     assert " +- " in done.output
 
 
+def test_settings_that_are_not_read_are_named_where_they_are_few():
+    done = run("-", "--library", "trl-rloo", text="beta=0.1 num_iterations=4")
+    assert "not read      1 other setting: num_iterations\n" in done.output
+    many = run("-", "--library", "trl-rloo", text=" ".join(f"x{i}=1" for i in range(9)))
+    assert "not read      9 other settings\n" in many.output
+
+
+@pytest.mark.parametrize("text", ["", "{}", "# all by default"])
+def test_nothing_given_is_the_defaults_of_a_library_that_is_named(text):
+    done = run("-", "--library", "trl-rloo", text=text)
+    assert done.exit_code == 0
+    assert done.output == run("-", "--library", "trl-rloo", text="other=1").output.replace(
+        "not read      1 other setting: other\n", ""
+    )
+
+
+def test_a_key_that_is_written_twice_is_warned_of_at_the_line_that_counts(tmp_path):
+    path = tmp_path / "twice.yaml"
+    path.write_text("beta: 0.1\nbeta: 0.2\n")
+    done = run(path, "--library", "trl-rloo")
+    assert "penalty       0.2 x" in done.output
+    assert f"{path}:2: warning: beta is written twice, in lines 1 and 2" in done.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "text", "says"),
     [
         (["missing.yaml"], None, "cannot read missing.yaml: No such file"),
-        (["-"], "", "holds no settings"),
+        (["-"], "", "standard input holds no settings"),
         (["-"], "beta: 0.1", "equally well: say --library"),
         (["-", "--library", "varl"], "a=1", "did you mean 'verl'"),
         (["-", "--library", "trl"], "beta=1", "trl has several trainers: say which"),

@@ -41,6 +41,16 @@ def test_every_library_has_a_page_that_runs_its_lint():
         assert any(f"--library {name}" in command or f"configs/{name}/" in command for command in commands), name
 
 
+def test_the_page_on_verl_recommends_what_the_command_does():
+    """Settings that are not the defaults, all of them, in the page's first block."""
+    entry = libraries()["verl"]
+    text = (ROOT / "docs" / "libraries" / "verl.md").read_text()
+    block = re.search(r"```bash\n(.*?)```", text, re.DOTALL)[1].split()
+    needed = {key: value for key, value in entry.unbiased.items() if value != entry.keys[key].default}
+    assert "actor_rollout_ref.rollout.n" in needed
+    assert {f"{key}={value}" for key, value in needed.items()} <= set(block)
+
+
 def test_the_table_on_the_front_page_is_the_commands(monkeypatch):
     lines = printed("klgrad libraries --format markdown", monkeypatch)
     text = (ROOT / "docs" / "libraries" / "README.md").read_text()
