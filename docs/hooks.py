@@ -70,7 +70,9 @@ def _typeset(match: re.Match[str]) -> str:
     element = mathml(match[1] if block else match[2], block=block)
     for mark in "*_|\\":  # which Markdown would read as its own
         element = element.replace(mark, f"&#{ord(mark)};")
-    return element if block else f"<span>{element}</span>"  # a line that starts with <math> would be a block of its own
+    if block:
+        return f'<div class="equation">{element}</div>'  # scrolls by itself where it is wider than the page
+    return f"<span>{element}</span>"  # a line that starts with <math> would be a block of its own
 
 
 def package_folder() -> Path:

@@ -192,11 +192,10 @@ def markdown(checked: Checked) -> str:
 
 
 def _table(checked: Checked, results: list[Result]) -> str:
-    rows = list(_rows(checked, results))
-    names = [name for name, _ in rows[0][1]]
-    body = ["| T | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    for length, (_, sides) in zip(checked.lengths, rows, strict=True):
-        body.append(f"| {length} | " + " | ".join(f"`{value}`" for _, value in sides) + " |")
+    """A row for each number: side by side, two vectors are wider than a page."""
+    body = ["| T | | |", "|---|---|---|"]
+    for length, (_, sides) in zip(checked.lengths, _rows(checked, results), strict=True):
+        body += [f"| {length} | {name} | `{value}` |" for name, value in sides]
     return "\n".join(body)
 
 

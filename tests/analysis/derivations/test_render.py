@@ -88,6 +88,7 @@ def test_every_format_has_every_step(name):
     checked = shown(name)
     written = {form: write(checked) for form, write in formats().items()}
     assert written["markdown"].count("$$") == 2 * len(checked.results[0])
+    assert written["markdown"].count(" | left | `") == written["markdown"].count(" | right | `") > 0
     assert written["latex"].count(r"\[") == len(checked.results[0])
     assert written["html"].count('<div class="step">') == len(checked.results[0])
     assert len(as_data(checked)["steps"]) == len(checked.results[0])
