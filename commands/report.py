@@ -70,7 +70,7 @@ def report(
     }  # fmt: skip
     provenance = json.dumps(manifest("klgrad report", [pair], request), indent=1)
     sections = [
-        ("", _summary(pair, wanted)),
+        ("", _summary(pair, wanted, exact_only)),
         ("What to use", _advice(pair, wanted[-1], drawing.samples)),
         ("Bias and variance", _figure1(frame)),
         ("Growth", _growth(source, pair, configs, drawing)),
@@ -86,7 +86,7 @@ def report(
         click.echo(f"wrote {folder / 'report.html'}")
 
 
-def _summary(pair: PolicyPair, lengths: list[int]) -> str:
+def _summary(pair: PolicyPair, lengths: list[int], exact_only: bool) -> str:
     import numpy as np
 
     from klgrad.figures import table
@@ -98,9 +98,10 @@ def _summary(pair: PolicyPair, lengths: list[int]) -> str:
     rows = [[str(n), *(number(float(x), 6) for x in (kl[i], entropy[i], sizes[i]))] for i, n in enumerate(shown)]
     automaton = pair.automaton
     sampled = "sampled by the policy itself" if pair.on_policy else "sampled by an older policy (off-policy)"
+    exactly = "Everything" if exact_only else "Everything but the points with bars"
     return (
         f"<p>{automaton.vocabulary} tokens, {automaton.contexts} contexts, {pair.policy.parameters} parameters; "
-        f"{sampled}. Everything but the points with bars is exact. KL in nats; gradients are of the penalty.</p>\n"
+        f"{sampled}. {exactly} is exact. KL in nats; gradients are of the penalty.</p>\n"
         + table(["T", "KL(π‖q)", "entropy", "|∇KL|"], rows, text=0)
     )
 
@@ -125,12 +126,13 @@ def _advice(pair: PolicyPair, length: int, samples: int) -> str:
                 row["cost"],
                 "0" if is_zero(row["bias"], row["gradient_norm"]) else number(row["relative_bias"], 3),
                 number(row["variance"]),
-                count(row["sequences_for_error"]),
+                *([] if goal == "avoid" else [count(row["sequences_for_error"])]),
             ]
             for row in found
             if row["goal"] == goal
         ]
-        out.append(f"<h3>{words[0].upper()}{words[1:]}</h3>\n{table(head, rows, text=3)}")
+        shown = head[:-1] if goal == "avoid" else head  # what is to be avoided is worth no number of sequences
+        out.append(f"<h3>{words[0].upper()}{words[1:]}</h3>\n{table(shown, rows, text=3)}")
     return "\n".join(out)
 
 

@@ -87,11 +87,12 @@ def _markdown(rows: list[dict[str, str]]) -> str:
 
 def _latex(rows: list[dict[str, str]]) -> str:
     """A booktabs tabular; the settings break at commas in a paragraph column."""
+    heads = {**_HEADS, "name": r"\texttt{-{}-library}"}  # two hyphens would be set as a dash
     lines = [
         f"% {_TITLE}",
         r"\begin{tabular}{lllp{0.16\linewidth}p{0.16\linewidth}p{0.24\linewidth}p{0.12\linewidth}p{0.14\linewidth}}",
         r"\toprule",
-        " & ".join(_HEADS.values()) + r" \\",
+        " & ".join(heads.values()) + r" \\",
         r"\midrule",
     ]
     lines += [" & ".join(escaped(row[name] or "--") for name in _HEADS) + r" \\" for row in rows]

@@ -25,6 +25,12 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; } h3 { fon
 .wide > table .number { text-align: right; white-space: nowrap; }
 nav a { margin-right: 1rem; }
 pre { overflow-x: auto; font-size: .8rem; }
+@media (max-width: 600px) {
+  .figure svg { min-width: 0; }
+  .wide > table { font-size: .65rem; line-height: 1.35; }
+  .wide > table td, .wide > table th { padding-right: .35rem; }
+  .wide > table th.number { white-space: normal; }
+}
 @media print {
   :root { color-scheme: light; }
   body { margin: 0; max-width: none; font-size: 10pt; }

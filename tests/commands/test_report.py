@@ -40,6 +40,21 @@ def test_the_page_has_its_sections(page):
         assert f'id="{anchor}"' in text
 
 
+def test_what_is_to_be_avoided_is_worth_no_sequences(page):
+    heads = dict(re.findall(r"<h3>([^<]*)</h3>\n<div class=\"wide\"><table><thead>(.*?)</thead>", page.read_text()))
+    assert len(heads) == 4
+    assert [title for title, head in heads.items() if "sequences" not in head] == ["To be avoided"]
+
+
+def test_points_with_bars_are_told_apart_where_there_are_any(page, tmp_path):
+    assert "Everything but the points with bars is exact." in page.read_text()
+    done = run(tmp_path, "--preset", "near", "--lengths", "2,3", "--exact-only")
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "report.html").read_text()
+    assert "Everything is exact." in text
+    assert "points with bars" not in text
+
+
 def test_ids_are_unique(page):
     ids = re.findall(r'\bid="([^"]+)"', page.read_text())
     assert len(ids) == len(set(ids))

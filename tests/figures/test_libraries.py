@@ -30,6 +30,8 @@ def test_latex_is_escaped():
     assert r"Mine \& Co" in text
     assert r"use\_kl=true" in text
     assert text.startswith("% What each")
+    assert r"\texttt{-{}-library} & library & " in text
+    assert "--library" not in text
 
 
 @pytest.mark.parametrize("form", FORMATS)
