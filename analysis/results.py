@@ -307,5 +307,5 @@ def forget(folder: Path) -> None:
 def beyond_float64(frame: pd.DataFrame) -> list[str]:
     """Configurations with an exact value that double precision cannot hold on this pair."""
     exact_rows = frame[frame["source"] == "exact"]
-    bad = ~np.isfinite(exact_rows[["bias", "variance"]].to_numpy(float)).all(axis=1)
+    bad = ~np.isfinite(exact_rows[["bias", "variance", "estimate", "estimate_variance"]].to_numpy(float)).all(axis=1)
     return list(dict.fromkeys(exact_rows.loc[bad, "configuration"]))
