@@ -39,6 +39,7 @@ _ZERO = 1e-12  # a mean below this share of the true gradient has no direction
 _FULL_PARAMETERS = 64
 
 
+@np.errstate(over="ignore", invalid="ignore", divide="ignore")  # what overflows is in the table, and beyond_float64
 def compare(
     pair: PolicyPair,
     configurations: Sequence[Configuration],
@@ -72,10 +73,9 @@ def compare(
         raise ValueError("no configurations: give at least one")
     check_counts(trials, samples)
     full = full_fits(pair) and pair.policy.parameters <= _FULL_PARAMETERS and not exact_only
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        found = moments(pair, configurations, lengths, covariance="full" if full else "trace", samples=samples)
-        truth = exact.true_gradient(pair, lengths)
-        kls = exact.kl(pair, lengths)
+    found = moments(pair, configurations, lengths, covariance="full" if full else "trace", samples=samples)
+    truth = exact.true_gradient(pair, lengths)
+    kls = exact.kl(pair, lengths)
     rows = [
         _exact_row(_head(pair, m.configuration, lengths[i], kls[i], truth[i]), m, i, truth[i], samples)
         for m in found
@@ -87,8 +87,7 @@ def compare(
             trials=trials, samples=samples, seed=seed, workers=workers, scheduler=scheduler, store=store,
             progress=progress,
         )  # fmt: skip
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            rows += _monte_carlo_rows(pair, found, lengths, kls, truth, drawn, trials, samples)
+        rows += _monte_carlo_rows(pair, found, lengths, kls, truth, drawn, trials, samples)
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 

@@ -17,8 +17,10 @@ import numpy as np
 
 from klgrad.synth.configurations import Configuration
 from klgrad.synth.exact import check_lengths
-from klgrad.synth.moments import ONE, Plan, Product, Row, Rows, plan_of, propagate
+from klgrad.synth.moments import Plan, plan_of
 from klgrad.synth.policies import PolicyPair
+from klgrad.synth.products import Product, propagate
+from klgrad.synth.rows import ONE, Row, Rows
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -25,8 +25,9 @@ import numpy as np
 
 from klgrad.synth.automata import Automaton
 from klgrad.synth.configurations import Configuration, credit_sums, importance_ratios, loss_weights
-from klgrad.synth.moments import edge_pathwise, edge_values
+from klgrad.synth.memory import keep_freed_memory
 from klgrad.synth.policies import PolicyPair
+from klgrad.synth.rows import edge_pathwise, edge_values
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -224,15 +225,6 @@ def _largest_count_block(edges: Edges, contexts: int, longest: int) -> int:
 # ---------------------------------------------------------------------------------------------------- samplers
 
 
-def _keep_freed_memory() -> None:
-    """Let glibc hold on to what temporaries free, instead of returning it and faulting every page in again.
-
-    Once the largest block that counts (32 MB) was freed, smaller ones come from the heap, of which up to twice as much
-    stays (mallopt(3), M_MMAP_THRESHOLD). It is never touched, so it takes no memory; elsewhere it does nothing.
-    """
-    np.empty((1 << 25) - (1 << 13), np.uint8)
-
-
 def order_free(configuration: Configuration) -> bool:
     """Whether the gradient depends on edge counts alone."""
     return configuration.ratio != "prefix" and (
@@ -307,11 +299,14 @@ class Sampler:
     """
 
     def __init__(self, pair: PolicyPair, configurations: Sequence[Configuration], lengths: Sequence[int]) -> None:
-        _keep_freed_memory()
+        keep_freed_memory()
         self.pair, self.configurations = pair, list(configurations)
         self.name = sampler_name(pair, configurations)
         self.edges = edges_in_use(pair)
-        self.log_rho = np.log(pair.importance_ratio[self.edges.context, self.edges.token])
+        at = (self.edges.context, self.edges.token)
+        self.log_rho = (
+            pair.policy.log_probs[at] - pair.sampler[at]
+        )  # finite where the ratio itself is not: 0 x inf is NaN
         self.tables = [_tables(pair, self.edges, configuration) for configuration in configurations]
         if self.name != "paths":
             self.values, self.linear = self._reduction()

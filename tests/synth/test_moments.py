@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from strategies import Plain, assert_close, build_world, configurations, grid, worlds
 
-from klgrad.synth import moments as module
+from klgrad.synth import products, rows
 from klgrad.synth.automata import markov
 from klgrad.synth.configurations import parse
 from klgrad.synth.enumeration import enumerate_configuration, enumerate_leave_one_out, log_probability, sequences
@@ -25,9 +25,9 @@ TINY = build_world("markov", 3, 2, eos=True, off=True, parameters=2, seed=3)  # 
 @pytest.fixture(params=["doubling", "stepping"])
 def engine(request, monkeypatch):
     """Forces one of the two internal engines, and makes the other one fail."""
-    monkeypatch.setattr(module, "_DENSE_WORK", np.inf if request.param == "doubling" else 0)
+    monkeypatch.setattr(products, "_DENSE_WORK", np.inf if request.param == "doubling" else 0)
     other = "_by_steps" if request.param == "doubling" else "_by_doubling"
-    monkeypatch.setattr(module._System, other, None)
+    monkeypatch.setattr(products._System, other, None)
     return request.param
 
 
@@ -83,7 +83,7 @@ def test_both_engines_agree_far_past_enumeration(monkeypatch):
     world = build_world("markov", 3, 200, eos=True, off=True, seed=8, scale=0.4)
     chosen, lengths = [parse("k3-in-both+prefix-ratio+length-mean"), parse("k1-in-reward+loo")], [1, 127, 128, 129, 200]
     one = moments(world.pair, chosen, lengths, covariance="diagonal")
-    monkeypatch.setattr(module, "_DENSE_WORK", 0)
+    monkeypatch.setattr(products, "_DENSE_WORK", 0)
     for a, b in zip(one, moments(world.pair, chosen, lengths, covariance="diagonal"), strict=True):
         assert_close(a.mean, b.mean)
         assert_close(a.covariance, b.covariance)
@@ -99,10 +99,10 @@ def test_scores_without_their_zeros_give_the_same_moments(monkeypatch, engine, k
     pair = replace(world.pair, policy=replace(world.pair.policy, scores=scores))
     names = ["k1-in-reward+loo", "k3-in-both+rtg+prefix-ratio", "k3-in-loss+sequence-ratio", "full-in-both+future"]
     chosen = [parse(name) for name in (*names, "k1-in-both+token+token-ratio+length-mean+optimal-baseline")]
-    monkeypatch.setattr(module, "_SPARSE_ENTRIES", np.inf)
+    monkeypatch.setattr(rows, "_SPARSE_ENTRIES", np.inf)
     whole = moments(pair, chosen, [1, 3], covariance="diagonal")
-    monkeypatch.setattr(module, "_SPARSE_ENTRIES", 0)
-    assert module.Rows(pair).score.shape[2] < pair.policy.parameters
+    monkeypatch.setattr(rows, "_SPARSE_ENTRIES", 0)
+    assert rows.Rows(pair).score.shape[2] < pair.policy.parameters
     for a, b in zip(whole, moments(pair, chosen, [1, 3], covariance="diagonal"), strict=True):
         assert_close(a.mean, b.mean)
         assert_close(a.covariance, b.covariance)
@@ -136,9 +136,9 @@ def test_k3_in_both_does_not_cancel_near_determinism(credit, far):
 def test_reward_and_loss_in_one_row_give_the_same_moments(world, configuration):
     assume(configuration.placement == "both")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_CANCELS", np.inf)
+        patch.setattr(rows, "_CANCELS", np.inf)
         (two,) = moments(world.pair, [configuration], [world.length], covariance="diagonal")
-        patch.setattr(module, "_CANCELS", -np.inf)
+        patch.setattr(rows, "_CANCELS", -np.inf)
         (one,) = moments(world.pair, [configuration], [world.length], covariance="diagonal")
     assert_close(one.mean, two.mean)
     assert_close(one.covariance, two.covariance, 1e-8)
@@ -155,15 +155,15 @@ def test_a_token_whose_probability_underflows_is_not_left_out(engine):
 
 def test_rows_of_one_definition_are_carried_once():
     """The slope of k1 is 1, so its loss is the sum of scores that a baseline multiplies."""
-    rows = module.Rows(GRID_WORLD.pair)
-    k1, k3 = (rows.loss(parse(f"{name}-in-loss+token-ratio")) for name in ("k1", "k3"))
-    assert rows.scores("token") == k1 != k3
-    assert rows.scores("none") != k1
+    made = rows.Rows(GRID_WORLD.pair)
+    k1, k3 = (made.loss(parse(f"{name}-in-loss+token-ratio")) for name in ("k1", "k3"))
+    assert made.scores("token") == k1 != k3
+    assert made.scores("none") != k1
 
 
 def test_the_default_chooses_doubling_for_small_models_and_stepping_for_large(monkeypatch):
     chosen = [parse("k1-in-reward")]
-    monkeypatch.setattr(module._System, "_by_steps", None)
+    monkeypatch.setattr(products._System, "_by_steps", None)
     moments(build_world("markov", 2, 3).pair, chosen, [3])
     with pytest.raises(TypeError):
         moments(build_world("history", 2, 9, parameters=2).pair, chosen, [9])
