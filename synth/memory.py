@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 
+@cache  # once for each process
 def keep_freed_memory() -> None:
     """Let glibc hold on to what temporaries free, instead of returning it and faulting every page in again.
 
