@@ -156,7 +156,7 @@ class _Step:
     def __init__(self, system: _System, active: np.ndarray, after: np.ndarray) -> None:
         n = len(system.left)
         mu, used = system.mu[active], system.rows.pair.possible[active]
-        to = np.where(used, np.searchsorted(after, np.where(used, system.automaton.next_context[active], after[0])), 0)
+        to = np.where(used, np.searchsorted(after, system.automaton.next_context[active]), 0)
         edges: dict[int, dict[int, np.ndarray]] = {}
         own: dict[int, dict[int, np.ndarray]] = {}
         for target, origin, i, j in system.terms:

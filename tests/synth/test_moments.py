@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from strategies import Plain, assert_close, build_world, configurations, grid, worlds
 
 from klgrad.synth import products, rows
-from klgrad.synth.automata import markov
+from klgrad.synth.automata import markov, positional
 from klgrad.synth.configurations import parse
 from klgrad.synth.enumeration import enumerate_configuration, enumerate_leave_one_out, log_probability, sequences
 from klgrad.synth.exact import true_gradient
@@ -151,6 +151,17 @@ def test_a_token_whose_probability_underflows_is_not_left_out(engine):
     pair = PolicyPair(automaton, tabular(automaton, steep), log_softmax(-steep))
     (m,) = moments(pair, [parse("k3-in-loss")], [4])
     assert not np.isfinite(m.covariance[0])
+
+
+def test_sequences_that_have_all_ended_stay_as_they_are(engine):
+    automaton = positional(2, 4, eos=True)
+    certain = np.tile([-np.inf, 0.0], (automaton.contexts, 1))  # the end token, at once
+    policy = tabular(automaton, np.zeros((automaton.contexts, 2)))
+    pair = PolicyPair(automaton, policy, log_softmax(np.tile([0.0, 1.0], (automaton.contexts, 1))), certain)
+    (m,) = moments(pair, [parse("k1-in-both+length-mean")], [1, 2, 4], covariance="diagonal")
+    assert_close(m.mean, np.tile(m.mean[0], (3, 1)))
+    assert np.abs(m.mean[0]).max() > 0.1
+    assert_close(m.covariance, np.zeros_like(m.mean))
 
 
 def test_rows_of_one_definition_are_carried_once():
