@@ -7,7 +7,7 @@ A block is a task. Results stream back as they finish; what a lost worker had in
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
@@ -91,7 +91,7 @@ def _distributed() -> Any:
 
 def draw_on_cluster(
     address: str, task: Task, keep: Callable[[Any, Any], None], todo: Sequence[tuple[int, Any]]
-) -> Iterator[tuple[int, Any]]:
+) -> Generator[tuple[int, Any]]:
     """Yield ``(index, result)`` as blocks finish on the cluster whose scheduler is at ``address``; ``keep`` each here.
 
     Raises:

@@ -10,8 +10,8 @@ short enough to feel their import.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -201,7 +201,7 @@ def _baselines(pair: PolicyPair, configurations: Sequence[Configuration], length
     constant = [c for c in configurations if c.baseline not in ("none", "loo")]
     found = np.zeros((len(configurations), len(lengths), pair.policy.parameters))
     for m in moments(pair, constant, lengths.tolist(), covariance="none") if constant else []:
-        found[list(configurations).index(m.configuration)] = m.baseline
+        found[[i for i, c in enumerate(configurations) if c == m.configuration]] = m.baseline
     return found
 
 
@@ -221,15 +221,16 @@ def _in_order(
         from klgrad.analysis.cluster import draw_on_cluster
 
         drawn = draw_on_cluster(scheduler, task, keep, missing)
-    for count, (i, result) in enumerate(drawn, len(stored) + 1):
-        yield i, result
-        if progress:
-            progress(count, len(todo))
+    with closing(drawn):  # an interruption ends the drawing at once, not when its traceback is forgotten
+        for count, (i, result) in enumerate(drawn, len(stored) + 1):
+            yield i, result
+            if progress:
+                progress(count, len(todo))
 
 
 def _draw_here(
     draw: Callable[[Block], Drawn], keep: Callable[[Block, Drawn], None], todo: list[tuple[int, Block]], workers: int
-) -> Iterator[tuple[int, Drawn]]:
+) -> Generator[tuple[int, Drawn]]:
     """Yield (index, result); an interruption lets running blocks finish and be kept, and starts no others."""
 
     def run(block: Block) -> Drawn:

@@ -3,6 +3,8 @@
 z-tests use the exact standard error. Each of their thresholds is stated with its false-alarm rate; seeds are fixed.
 """
 
+import time
+
 import numpy as np
 import pytest
 
@@ -86,6 +88,29 @@ def test_numbers_do_not_depend_on_workers(name):
     two = simulate(pair, configurations, [3, 7], trials=130, samples=900, workers=3)
     for a, b in zip(one.gradients + one.estimates, two.gradients + two.estimates, strict=True):
         assert np.array_equal(a, b)
+
+
+def test_a_configuration_asked_for_twice_is_given_twice():
+    pair, configuration = preset("near"), parse("k1-in-reward+mean-baseline")
+    drawn = simulate(pair, [configuration, parse("k1-in-loss"), configuration], [4], trials=3, samples=20).gradients[0]
+    assert np.array_equal(drawn[:, 0], drawn[:, 2])
+
+
+def test_an_interruption_starts_no_more_blocks(monkeypatch):
+    """Also while the exception, and so every frame below it, is still held."""
+    drawn = []
+    real = montecarlo.Sampler.sums
+    monkeypatch.setattr(montecarlo.Sampler, "sums", lambda self, *a: drawn.append(a) or real(self, *a))
+
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as held:
+        simulate(preset("near"), [parse("k1-in-loss")], range(2, 60), trials=40, samples=5000, workers=2, progress=stop)
+    started = len(drawn)
+    time.sleep(0.2)
+    assert held.value is not None
+    assert len(drawn) == started < 100
 
 
 def test_seeds_differ_and_repeat():
