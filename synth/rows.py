@@ -99,9 +99,10 @@ class Rows:
     def __init__(self, pair: PolicyPair, *, dense: bool = False) -> None:
         self.pair = pair
         self.active = None if dense else _active(pair)
-        self.score = pair.policy.scores
+        self.all_scores = pair.policy.scores  # full-vocabulary losses sum those of tokens that are never sampled too
         if self.active is not None:
-            self.score = np.take_along_axis(self.score, self.active[:, None, :], axis=2)
+            self.all_scores = np.take_along_axis(self.all_scores, self.active[:, None, :], axis=2)
+        self.score = self.all_scores
         if not pair.possible.all():  # as the other tables, so that rows that are the same are seen to be
             self.score = np.where(pair.possible[..., None], self.score, 0.0)
         self.rho = pair.importance_ratio
@@ -115,7 +116,7 @@ class Rows:
         if key not in self._tables:
             make: dict[str, Callable[[], np.ndarray]] = {
                 "value": lambda: edge_values(self.pair, configuration),
-                "pathwise": lambda: edge_pathwise(self.pair, configuration, self.score),
+                "pathwise": lambda: edge_pathwise(self.pair, configuration, self.all_scores),
                 "together": lambda: edge_together(self.pair, configuration),
             }
             self._tables[key] = make[kind]()

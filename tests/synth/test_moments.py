@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from strategies import Plain, assert_close, build_world, configurations, grid, worlds
+from strategies import Plain, World, assert_close, build_world, configurations, grid, worlds
 
 from klgrad.synth import products, rows
 from klgrad.synth.automata import markov, positional
@@ -151,6 +151,17 @@ def test_a_token_whose_probability_underflows_is_not_left_out(engine):
     pair = PolicyPair(automaton, tabular(automaton, steep), log_softmax(-steep))
     (m,) = moments(pair, [parse("k3-in-loss")], [4])
     assert not np.isfinite(m.covariance[0])
+
+
+def test_full_vocabulary_losses_count_tokens_that_are_never_sampled(engine):
+    automaton = markov(3, 1, start=(0,))
+    behaviour = log_softmax(np.tile([0.0, 0.5, -np.inf], (3, 1)))
+    rng = np.random.default_rng(5)
+    policy, reference = tabular(automaton, rng.normal(size=(3, 3))), log_softmax(rng.normal(size=(3, 3)))
+    world = World(PolicyPair(automaton, policy, reference, behaviour), 3, None)
+    for name in ("full-in-loss", "full-in-both+prefix-ratio", "k3-in-both+token-ratio"):
+        (m,) = moments(world.pair, [parse(name)], [3], covariance="full")
+        agrees(m, *Plain(world).moments(parse(name)))
 
 
 def test_sequences_that_have_all_ended_stay_as_they_are(engine):
