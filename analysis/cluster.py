@@ -1,7 +1,8 @@
-"""Blocks drawn on a Dask cluster: the same blocks, seeds and arithmetic as here, so the same numbers.
+"""Work done on a Dask cluster: the same blocks, seeds and arithmetic as here, so the same numbers.
 
-A block is a task. Results stream back as they finish; what a lost worker had in hand is drawn again elsewhere by Dask.
-``distributed`` (extra ``cluster``) is imported here and only here.
+A block (of trials, of training runs, or one run of a language model) is a task. Results stream back as they finish;
+what a lost worker had in hand is done again elsewhere by Dask. ``distributed`` (extra ``cluster``) is imported here and
+only here.
 """
 
 from __future__ import annotations
@@ -13,15 +14,14 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
-_MOST_BYTES = 1 << 24  # of one task: its pair travels with every block, and a lost worker costs nothing but its blocks
+_MOST_BYTES = 1 << 24  # of one task: it travels with every block, and a lost worker costs nothing but its blocks
 _WAITING = 64  # tasks sent ahead; more would only fill the scheduler
 CONNECT_SECONDS = 10
+NUMERICS = ("numpy",)  # the packages whose version decides the bits of a block, unless a task says more
 
 
 class Task(Protocol):
-    """What can be sent: it makes the function that draws a block, in whichever process it arrives."""
+    """What can be sent: it makes the function that does a block, in whichever process it arrives."""
 
     def drawer(self) -> Callable[[Any], Any]: ...
 
@@ -31,27 +31,29 @@ class Parcel(NamedTuple):
 
     content: bytes
     made_with: str
+    packages: tuple[str, ...] = NUMERICS
 
 
-def numerics() -> str:
-    """What the bits of a block depend on: klgrad, numpy, processor and operating system."""
+def numerics(packages: Sequence[str] = NUMERICS) -> str:
+    """What the bits of a block depend on: klgrad, the packages that compute it, processor and operating system."""
     from importlib.metadata import PackageNotFoundError, version
 
-    own = ""
-    with suppress(PackageNotFoundError):  # a source tree on the path has no version
-        own = f"klgrad {version('klgrad')}, "
-    return f"{own}numpy {np.__version__} on {platform.system()} {platform.machine()}"
+    found = []
+    for name in ("klgrad", *packages):
+        with suppress(PackageNotFoundError):  # a source tree on the path has no version
+            found.append(f"{name} {version(name)}")
+    return f"{', '.join(found)} on {platform.system()} {platform.machine()}"
 
 
 def draw_parcel(parcel: Parcel, block: Any) -> Any:
     """A block on a worker.
 
     Raises:
-        ValueError: on a worker with another numpy or platform, whose numbers could differ in the last digit.
+        ValueError: on a worker with other packages or another platform, whose numbers could differ in the last digit.
     """
-    if parcel.made_with != numerics():
+    if parcel.made_with != numerics(parcel.packages):
         raise ValueError(
-            f"a worker has {numerics()} and this process {parcel.made_with}: "
+            f"a worker has {numerics(parcel.packages)} and this process {parcel.made_with}: "
             "the same numbers need the same versions and platform everywhere"
         )
     return _unpacked(parcel.content)(block)
@@ -90,20 +92,29 @@ def _distributed() -> Any:
 
 
 def draw_on_cluster(
-    address: str, task: Task, keep: Callable[[Any, Any], None], todo: Sequence[tuple[int, Any]]
+    address: str,
+    task: Task,
+    keep: Callable[[Any, Any], None],
+    todo: Sequence[tuple[int, Any]],
+    packages: tuple[str, ...] = NUMERICS,
 ) -> Generator[tuple[int, Any]]:
     """Yield ``(index, result)`` as blocks finish on the cluster whose scheduler is at ``address``; ``keep`` each here.
 
+    Args:
+        packages: those whose versions must be the same on every worker.
+
     Raises:
-        ValueError: without ``distributed``, without a scheduler at the address, for a pair too large to travel with
-            every block, or for a cluster that keeps losing its workers.
+        ValueError: without ``distributed``, without a scheduler at the address, for a request too large to travel
+            with every block, or for a cluster that keeps losing its workers.
     """
     distributed = _distributed()
-    parcel = Parcel(import_module("cloudpickle").dumps(task), numerics())  # distributed's own: it knows lambdas
+    parcel = Parcel(
+        import_module("cloudpickle").dumps(task), numerics(packages), packages
+    )  # distributed's own: it knows lambdas
     if len(parcel.content) > _MOST_BYTES:
         raise ValueError(
-            f"the pair takes {len(parcel.content):,} bytes, and at most {_MOST_BYTES:,} travel with every block: "
-            "run it here, or share its parameters"
+            f"the request takes {len(parcel.content):,} bytes, and at most {_MOST_BYTES:,} travel with every block: "
+            "run it here, or share its pair's parameters"
         )
     try:
         client = distributed.Client(address, timeout=CONNECT_SECONDS, set_as_default=False)

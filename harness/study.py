@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from klgrad.files import whole_folder
 from klgrad.harness.recipe import Recipe
 from klgrad.synth.configurations import parse
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 NO_KL = "no KL"
 KLS = (NO_KL, *(f"{k}-in-{place}" for k in ("k1", "k3") for place in ("reward", "loss", "both")))
+_READ = ("metrics.jsonl", "evaluations.jsonl", "stopped.txt")  # all that tables and figures are made from
 _LAST = 0.2  # of the rounds, over which "final" reward and KL are averaged
 
 
@@ -99,9 +103,24 @@ def finished(folder: Path, steps: int) -> bool:
 
 
 def run(
-    cells: Sequence[Cell], base: Recipe, out: Path, *, processes: int = 2, progress: Progress | None = None
+    cells: Sequence[Cell],
+    base: Recipe,
+    out: Path,
+    *,
+    processes: int = 2,
+    scheduler: str | None = None,
+    progress: Progress | None = None,
 ) -> None:
-    """Run what is not finished, ``processes`` at a time, a thread each; an interrupted grid goes on where it was."""
+    """Run what is not finished; an interrupted grid goes on where it was.
+
+    Args:
+        processes: runs at once, a thread each.
+        scheduler: the address of a Dask scheduler whose workers do the runs instead, with the same numbers. They read
+            the recipe's models themselves, at the same place; metrics and evaluations come back, checkpoints do not.
+
+    Raises:
+        ValueError: for a model that cannot be used, or a cluster that cannot.
+    """
     from klgrad.harness.train import start
 
     start(recipe_of(cells[0], base))  # a model that is not there is said once, here
@@ -109,25 +128,68 @@ def run(
     done = len(cells) - len(left)
     if progress:
         progress(done, len(cells))
-    if processes == 1:
-        for cell in left:
-            _run(cell, base, out / cell.name)
-            done += 1
+    if scheduler is not None:
+        ran = _on_cluster(left, base, out, scheduler)
+    elif processes == 1:
+        ran = (_run(cell, base, out / cell.name) for cell in left)
+    else:
+        ran = _in_processes(left, base, out, processes)
+    with closing(ran):  # an interruption ends the runs at once, not when its traceback is forgotten
+        for count, _ in enumerate(ran, done + 1):
             if progress:
-                progress(done, len(cells))
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        waiting = [pool.submit(_run, cell, base, out / cell.name) for cell in left]
-        try:
-            for future in as_completed(waiting):
-                future.result()
-                done += 1
-                if progress:
-                    progress(done, len(cells))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+                progress(count, len(cells))
+
+
+def _in_processes(cells: Sequence[Cell], base: Recipe, out: Path, processes: int) -> Generator[str]:
+    """Yield the runs' names as they are done."""
+    pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        waiting = [pool.submit(_run, cell, base, out / cell.name) for cell in cells]
+        for future in as_completed(waiting):
+            yield future.result()
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
+
+
+class Away(NamedTuple):
+    """Runs of one recipe, as a cluster's workers are sent them."""
+
+    base: Recipe
+
+    def drawer(self) -> Callable[[Cell], dict[str, bytes]]:
+        """The function that does a run and gives the files it is read from, by name."""
+
+        def files(cell: Cell) -> dict[str, bytes]:
+            with TemporaryDirectory() as folder:
+                _run(cell, self.base, Path(folder))
+                return {name: (Path(folder) / name).read_bytes() for name in _READ if (Path(folder) / name).exists()}
+
+        return files
+
+
+def _on_cluster(cells: Sequence[Cell], base: Recipe, out: Path, scheduler: str) -> Generator[str]:
+    """Yield the runs' names as they come back; each is put in its place whole."""
+    from klgrad.analysis.cluster import NUMERICS, draw_on_cluster
+
+    def keep(cell: Cell, files: dict[str, bytes]) -> None:
+        with whole_folder(out / cell.name) as folder:
+            for name, content in files.items():
+                (folder / name).write_bytes(content)
+
+    task, packages = Away(_placed(base)), (*NUMERICS, "torch", "transformers")
+    for index, _ in draw_on_cluster(scheduler, task, keep, list(enumerate(cells)), packages):
+        yield cells[index].name
+
+
+def _placed(base: Recipe) -> Recipe:
+    """With its models' folders named from the root: a worker has another working directory."""
+
+    def placed(name: str) -> str:
+        return str(Path(name).resolve()) if name and Path(name).is_dir() else name
+
+    return replace(base, model=placed(base.model), reference=placed(base.reference))
 
 
 # --------------------------------------------------------------------------------------------------------- tables

@@ -1,5 +1,7 @@
 """The grid: cells, recipes of cells, an interrupted study that goes on, tables and the figure."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -51,6 +53,35 @@ def test_a_study_goes_on_and_ends_in_a_figure(micro, tmp_path):
     assert set(curves["staleness"]) == {0, 1}
     figure = draw(curves[curves.staleness == 0], means[means.staleness == 0])
     assert [axes.get_title() for axes in figure.axes][3].startswith("frontier")
+
+
+def test_a_run_elsewhere_gives_the_files_of_one_here(micro, tmp_path, monkeypatch):
+    """What a cluster's worker is sent and sends back, without the cluster: the same bytes, put in the same place."""
+    cloudpickle = pytest.importorskip("cloudpickle")
+    base = Recipe(model=str(micro), tasks=("sort",), steps=2, batch=2, group=2, length=6, evaluate_problems=2)
+    cells = s.grid(("k1-in-reward",), (1.0,), 1, (0, 1))
+
+    def cluster(address, task, keep, todo, packages):
+        assert address == "tcp://somewhere:8786"
+        assert {"numpy", "torch", "transformers"} <= set(packages)
+        draw = cloudpickle.loads(cloudpickle.dumps(task)).drawer()
+        for index, cell in reversed(todo):
+            keep(cell, found := draw(cell))
+            yield index, found
+
+    monkeypatch.setattr("klgrad.analysis.cluster.draw_on_cluster", cluster)
+    monkeypatch.chdir(micro.parent)
+    seen = []
+    s.run(cells, base, tmp_path / "here", processes=1)
+    s.run(
+        cells, replace(base, model=micro.name), tmp_path / "there", scheduler="tcp://somewhere:8786",
+        progress=lambda done, total: seen.append((done, total)),
+    )  # fmt: skip
+    assert seen == [(0, 2), (1, 2), (2, 2)]
+    here, there = (s.curves(cells, tmp_path / place).drop(columns="seconds") for place in ("here", "there"))
+    assert here.equals(there)
+    assert s.final(cells, base, tmp_path / "here").equals(s.final(cells, base, tmp_path / "there"))
+    assert all(s.finished(tmp_path / "there" / cell.name, base.steps) for cell in cells)
 
 
 @pytest.mark.parametrize(
