@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from klgrad.commands.display import Progress, dump, notes, number, table
+from klgrad.commands.folders import STORE, resumable
 from klgrad.commands.options import grouped, json_option, out_option
-from klgrad.commands.sweep import STORE
 from klgrad.commands.training import DEFAULT_CONFIGS, Numbers, Training, beta_option, task_options
 
 if TYPE_CHECKING:
@@ -142,8 +142,8 @@ def dynamics(
     grid = product(recipe.algorithms(), learning_rate or (training.learning_rate,), beta or (training.beta,), names)
     runs = list(dict.fromkeys(Run(name, b, r, a, s) for a, r, b, name in grid for s in chosen))
     notes(_cautions(runs), quiet or as_json)
-    store = results.writable_folder(out) / STORE
-    try:
+    store = out / STORE
+    with resumable(store):
         with Progress(family.task.pair.name, quiet or as_json) as progress:
             frame = study(
                 family, runs, steps, start, expected=expected, every=every or max(1, steps // SHOWN),
@@ -158,9 +158,6 @@ def dynamics(
         }  # fmt: skip
         results.save(frame, results.manifest("klgrad dynamics", [family.task.pair], request), out / "dynamics")
         results.forget(store_of(store, family, runs, steps, start, expected=expected))  # until here nothing is lost
-    except KeyboardInterrupt:
-        kept = f": finished blocks are kept in {store}; the same command goes on from them" if store.exists() else ""
-        raise KeyboardInterrupt(kept) from None
     if as_json:
         dump(results.records(ends))
     elif not quiet:

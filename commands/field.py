@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from klgrad.commands.display import Progress, dump, number, table
+from klgrad.commands.folders import held
 from klgrad.commands.options import Lengths, json_option
 from klgrad.commands.training import Training, beta_option, config_option, parsed, task_options
 
@@ -63,22 +64,22 @@ def field(
         raise ValueError(f"beta = {min(betas):g} must be positive: without a penalty there is no end to compare")
     if longest <= 0:
         raise ValueError(f"longest = {longest:g} must be positive")
-    folder = None if out is None else results.writable_folder(out)
-    with Progress(family.task.pair.name, quiet or as_json) as progress:
-        ends = ends_table(
-            family, configurations, betas, training.parameters(family), longest=longest, progress=progress
-        )
-        curls = None
-        if lengths:
-            curls = curl_table([training.family(n) for n in lengths], configurations, progress=progress)
-    if as_json:
-        dump({"ends": results.records(ends), "curl": [] if curls is None else results.records(curls)})
-    else:
-        _show(ends, curls)
-    if folder is not None:
-        written = _save(folder, family, configurations, ends, curls, training, quiet or as_json)
-        if not (quiet or as_json):
-            click.echo(f"wrote {', '.join(map(str, written))}")
+    with held(out):
+        with Progress(family.task.pair.name, quiet or as_json) as progress:
+            ends = ends_table(
+                family, configurations, betas, training.parameters(family), longest=longest, progress=progress
+            )
+            curls = None
+            if lengths:
+                curls = curl_table([training.family(n) for n in lengths], configurations, progress=progress)
+        if as_json:
+            dump({"ends": results.records(ends), "curl": [] if curls is None else results.records(curls)})
+        else:
+            _show(ends, curls)
+        if out is not None:
+            written = _save(out, family, configurations, ends, curls, training, quiet or as_json)
+            if not (quiet or as_json):
+                click.echo(f"wrote {', '.join(map(str, written))}")
 
 
 def _save(

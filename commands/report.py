@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from klgrad.commands.display import count, notes, number
+from klgrad.commands.folders import held
 from klgrad.commands.growth import GROWTH_LENGTHS
 from klgrad.commands.options import (
     Drawing,
@@ -56,34 +57,33 @@ def report(
     klgrad report --preset far --out out
     klgrad report --pair mine.npz --exact-only
     """
-    from klgrad.analysis.results import manifest, writable_folder
+    from klgrad.analysis.derivations.render import STYLE
+    from klgrad.analysis.results import manifest
     from klgrad.figures import page
     from klgrad.files import write_whole
 
-    folder = writable_folder(out)
     wanted = lengths_of(lengths, source)
     pair = pair_of(source, max(wanted))
-    frame = sweep("report", [source], [wanted], configs, drawing, None, exact_only=exact_only)
-    request = {
-        "source": vars(source), "lengths": wanted, "configurations": list(dict.fromkeys(frame["configuration"])),
-        "exact_only": exact_only, **drawing.request,
-    }  # fmt: skip
-    provenance = json.dumps(manifest("klgrad report", [pair], request), indent=1)
-    sections = [
-        ("", _summary(pair, wanted, exact_only)),
-        ("What to use", _advice(pair, wanted[-1], drawing.samples)),
-        ("Bias and variance", _figure1(frame)),
-        ("Growth", _growth(source, pair, configs, drawing)),
-        ("What each gradient is", _table1(pair, wanted)),
-        ("Why", _derivations(pair, drawing.quiet)),
-        ("Manifest", f"<p>What makes this page again.</p>\n<pre>{escape(provenance)}</pre>"),
-    ]
-    from klgrad.analysis.derivations.render import STYLE
-
-    html = page(f"KL gradients on the pair {pair.name}", [s for s in sections if s[1]], STYLE)
-    write_whole(folder / "report.html", html.encode())
+    with held(out):
+        frame = sweep("report", [source], [wanted], configs, drawing, None, exact_only=exact_only)
+        request = {
+            "source": vars(source), "lengths": wanted, "configurations": list(dict.fromkeys(frame["configuration"])),
+            "exact_only": exact_only, **drawing.request,
+        }  # fmt: skip
+        provenance = json.dumps(manifest("klgrad report", [pair], request), indent=1)
+        sections = [
+            ("", _summary(pair, wanted, exact_only)),
+            ("What to use", _advice(pair, wanted[-1], drawing.samples)),
+            ("Bias and variance", _figure1(frame)),
+            ("Growth", _growth(source, pair, configs, drawing)),
+            ("What each gradient is", _table1(pair, wanted)),
+            ("Why", _derivations(pair, drawing.quiet)),
+            ("Manifest", f"<p>What makes this page again.</p>\n<pre>{escape(provenance)}</pre>"),
+        ]
+        html = page(f"KL gradients on the pair {pair.name}", [s for s in sections if s[1]], STYLE)
+        write_whole(out / "report.html", html.encode())
     if not drawing.quiet:
-        click.echo(f"wrote {folder / 'report.html'}")
+        click.echo(f"wrote {out / 'report.html'}")
 
 
 def _summary(pair: PolicyPair, lengths: list[int], exact_only: bool) -> str:

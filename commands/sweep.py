@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from klgrad.commands.display import Progress, notes
+from klgrad.commands.folders import STORE, resumable
 from klgrad.commands.options import Drawing, Source, configurations_of, lengths_of, pair_of
-from klgrad.files import sole_use
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from klgrad.synth.policies import PolicyPair
 
 FIGURE_PRESETS = ("near", "far")  # the rows of Figure 1 when no pair is named
-STORE = ".klgrad-blocks"
 
 
 def figure_rows(source: Source) -> list[Source]:
@@ -56,9 +54,9 @@ def sweep(
     wanted = [lengths_of(each, source) for each, source in zip(lengths, sources, strict=True)]
     pairs = [pair_of(source, max(each)) for source, each in zip(sources, wanted, strict=True)]
     configurations = configurations_of(configs, pairs, drawing.quiet)
-    store = None if out is None else results.writable_folder(out) / STORE
+    store = None if out is None else out / STORE
     frames = []
-    with nullcontext() if out is None else sole_use(out), _kept(store):
+    with resumable(store):
         for pair, each in zip(pairs, wanted, strict=True):
             with Progress(pair.name, drawing.quiet) as progress:
                 table = results.compare(
@@ -79,17 +77,6 @@ def sweep(
                 written = ", ".join(str(out / f"{command}.{kind}") for kind in ("png", "pdf", "csv", "json"))
                 click.echo("\n".join(filter(None, [caption, f"wrote {written}"])))
     return frame
-
-
-@contextmanager
-def _kept(store: Path | None) -> Iterator[None]:
-    """An interruption says what it leaves."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        kept = store is not None and store.exists()
-        where = f": finished blocks are kept in {store}; the same command goes on from them" if kept else ""
-        raise KeyboardInterrupt(where) from None
 
 
 def _request(

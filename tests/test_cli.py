@@ -16,8 +16,8 @@ from click.testing import CliRunner
 
 from klgrad import cli
 from klgrad.analysis.results import COLUMNS
+from klgrad.commands.folders import STORE
 from klgrad.commands.options import DEFAULT
-from klgrad.commands.sweep import STORE
 from klgrad.synth.estimators import ESTIMATORS
 from klgrad.synth.exact import kl, true_gradient
 from klgrad.synth.presets import PRESETS, preset

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from klgrad import cli
 from klgrad.analysis import cluster, montecarlo
 from klgrad.analysis.montecarlo import Block, simulate
-from klgrad.commands.sweep import STORE
+from klgrad.commands.folders import STORE
 from klgrad.synth.configurations import parse
 from klgrad.synth.presets import preset
 

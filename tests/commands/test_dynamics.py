@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from klgrad import cli
 from klgrad.analysis.dynamics.runs import COLUMNS
-from klgrad.commands.sweep import STORE
+from klgrad.commands.folders import STORE
 from klgrad.synth.tasks import TASKS
 
 ROOT = Path(cli.__file__).resolve().parent

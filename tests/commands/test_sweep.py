@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from klgrad.commands.sweep import STORE
+from klgrad.commands.folders import STORE
 from klgrad.files import LOCK
 
 REQUEST = ["compare", "-q", "--preset", "near", "--lengths", "30:60:10", "--trials", "120", "--samples", "1000"]

@@ -1,0 +1,42 @@
+"""The --out folder of a command: made, in sole use, and saying what an interruption leaves in it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from klgrad.files import sole_use
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+STORE = ".klgrad-blocks"  # below --out: finished blocks
+
+
+@contextmanager
+def held(out: Path | None) -> Iterator[None]:
+    """The folder, made if need be and held against every other process; None for a command that writes nothing.
+
+    Raises:
+        ValueError: when it cannot be written to or another process holds it, before any work is done.
+    """
+    from klgrad.analysis.results import writable_folder
+
+    if out is None:
+        yield
+        return
+    with sole_use(writable_folder(out)):
+        yield
+
+
+@contextmanager
+def resumable(store: Path | None) -> Iterator[None]:
+    """``held`` for the folder of this store; an interruption says what is kept there."""
+    with held(None if store is None else store.parent):
+        try:
+            yield
+        except KeyboardInterrupt:
+            kept = store is not None and store.exists()
+            where = f": finished blocks are kept in {store}; the same command goes on from them" if kept else ""
+            raise KeyboardInterrupt(where) from None
