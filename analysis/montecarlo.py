@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from klgrad.files import write_whole
+from klgrad.analysis.store import load_block, save_block
 from klgrad.synth.configurations import Configuration
 from klgrad.synth.exact import check_lengths
 from klgrad.synth.moments import moments
@@ -258,19 +258,13 @@ def _path(folder: Path, block: Block) -> Path:
 
 
 def _load(folder: Path, block: Block) -> Drawn | None:
-    """A finished block, or None where there is none or it is damaged, whatever numpy makes of that."""
-    with suppress(Exception), _path(folder, block).open("rb") as file:
-        stored = np.load(file)
-        gradients, values = stored["gradients"], stored["estimates"]
-        if len(gradients) == len(values) == block.trials:
-            return gradients, values
-    return None
+    """A finished block, or None where there is none that fits."""
+    found = load_block(_path(folder, block), "gradients", "estimates")
+    if found is None or any(array.shape[:1] != (block.trials,) for array in found):
+        return None
+    gradients, values = found
+    return gradients, values
 
 
 def _save(folder: Path, block: Block, result: Drawn) -> None:
-    import io
-
-    folder.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()
-    np.savez(buffer, gradients=result[0], estimates=result[1])
-    write_whole(_path(folder, block), buffer.getvalue())
+    save_block(_path(folder, block), gradients=result[0], estimates=result[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -12,7 +11,7 @@ import click
 
 from klgrad.commands.display import Progress, dump, notes, number, table
 from klgrad.commands.folders import STORE, resumable
-from klgrad.commands.options import grouped, json_option, out_option
+from klgrad.commands.options import grouped, json_option, out_option, workers_of
 from klgrad.commands.training import DEFAULT_CONFIGS, Numbers, Training, beta_option, task_options
 
 if TYPE_CHECKING:
@@ -147,7 +146,7 @@ def dynamics(
         with Progress(family.task.pair.name, quiet or as_json) as progress:
             frame = study(
                 family, runs, steps, start, expected=expected, every=every or max(1, steps // SHOWN),
-                workers=workers or min(4, os.cpu_count() or 1), store=store, progress=progress,
+                workers=workers_of(workers), store=store, progress=progress,
             )  # fmt: skip
         ends = summary(frame)
         written = _draw(frame, ends, out)

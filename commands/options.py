@@ -38,6 +38,11 @@ class Source:
         return DEFAULT_PRESET if self.preset is None else self.preset
 
 
+def workers_of(given: int | None) -> int:
+    """How many to use where --workers says it, and where it does not: the CPUs, up to 4."""
+    return given or min(4, os.cpu_count() or 1)
+
+
 @dataclass(frozen=True)
 class Drawing:
     """How to sample."""
@@ -57,7 +62,7 @@ class Drawing:
     @property
     def threads(self) -> int:
         """Threads to use; the numbers do not depend on them."""
-        return self.workers or min(4, os.cpu_count() or 1)
+        return workers_of(self.workers)
 
 
 class Lengths(click.ParamType[list[int]]):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import numpy as np
 from klgrad.analysis.dynamics.recipes import NONE, Run
 from klgrad.analysis.dynamics.training import RECORDED, Record, train
 from klgrad.analysis.montecarlo import fingerprint
-from klgrad.files import write_whole
+from klgrad.analysis.store import load_block, save_block
 from klgrad.synth.objectives import Family
 
 if TYPE_CHECKING:
@@ -191,27 +190,19 @@ def _path(folder: Path, index: int) -> Path:
 
 
 def _load(folder: Path, index: int, shape: tuple[int, ...]) -> Record | None:
-    """A finished block, or None where there is none or it cannot be read."""
-    import zipfile
-
-    broken = (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile)
-    with suppress(*broken), _path(folder, index).open("rb") as file:
-        stored = np.load(file)
-        record = Record(stored["measures"], stored["theta"], stored["collapsed"], tuple(stored["causes"].tolist()))
-        if record.measures.shape == shape:
-            return record
-    return None
+    """A finished block, or None where there is none that fits."""
+    found = load_block(_path(folder, index), "measures", "theta", "collapsed", "causes")
+    if found is None or found[0].shape != shape:
+        return None
+    measures, theta, collapsed, causes = found
+    return Record(measures, theta, collapsed, tuple(causes.tolist()))
 
 
 def _save(folder: Path, index: int, record: Record) -> None:
-    import io
-
-    folder.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()
-    np.savez(
-        buffer, measures=record.measures, theta=record.theta, collapsed=record.collapsed, causes=np.array(record.causes)
-    )
-    write_whole(_path(folder, index), buffer.getvalue())
+    save_block(
+        _path(folder, index),
+        measures=record.measures, theta=record.theta, collapsed=record.collapsed, causes=np.array(record.causes),
+    )  # fmt: skip
 
 
 def _tabulate(

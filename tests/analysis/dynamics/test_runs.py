@@ -55,12 +55,23 @@ def test_processes_change_nothing():
     pd.testing.assert_frame_equal(one, two)
 
 
-def test_a_stored_run_goes_on_from_its_blocks(tmp_path, monkeypatch):
+def torn(content):
+    return b"torn"
+
+
+def said_to_be_encrypted(content):
+    """Bit 0 of the flags in each entry of the archive's directory, which makes zipfile raise RuntimeError."""
+    parts = content.split(b"PK\x01\x02")
+    return b"PK\x01\x02".join([parts[0], *(part[:4] + bytes([part[4] | 1]) + part[5:] for part in parts[1:])])
+
+
+@pytest.mark.parametrize("damage", [torn, said_to_be_encrypted])
+def test_a_stored_run_goes_on_from_its_blocks(tmp_path, monkeypatch, damage):
     folder = store_of(tmp_path, FAMILY, RUNS, 3, START)
     whole = study(FAMILY, RUNS, 3, START, store=tmp_path)
     files = sorted(folder.glob("block-*.npz"))
     assert len(files) == len(blocks(RUNS, 6)) == 2
-    files[1].write_bytes(b"torn")
+    files[1].write_bytes(damage(files[1].read_bytes()))
     trained, seen = [], []
     monkeypatch.setattr(module, "train", lambda *a, **k: trained.append(len(a[1])) or train(*a, **k))
     again = study(FAMILY, RUNS, 3, START, store=tmp_path, progress=lambda done, total: seen.append((done, total)))
