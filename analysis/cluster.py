@@ -64,22 +64,7 @@ def _unpacked(content: bytes) -> Any:
     """The drawing function of a task, its tables made once for each worker."""
     import pickle
 
-    _keep_freed_memory()
     return pickle.loads(content).drawer()  # what Dask itself would do with every task that it is sent
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc hold on to what temporaries free (mallopt(3): M_TRIM_THRESHOLD, M_MMAP_THRESHOLD).
-
-    Dask starts its workers with MALLOC_TRIM_THRESHOLD_ so low that the pages of every temporary go back to the system
-    and are faulted in again; blocks took four times as long. Elsewhere than on glibc it does nothing.
-    """
-    import ctypes
-
-    with suppress(OSError, AttributeError, TypeError):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-1, 1 << 28)
-        libc.mallopt(-3, 1 << 25)
 
 
 def _distributed() -> Any:
