@@ -12,11 +12,13 @@ import click
 
 
 def notes(sentences: Iterable[str], quiet: bool) -> None:
+    """Sentences on standard error, each once."""
     for sentence in dict.fromkeys(() if quiet else sentences):
         click.echo(f"note: {sentence}", err=True)
 
 
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
+    """A table on standard output, its first ``left`` columns flush left; off a terminal lines are not wrapped."""
     from rich.console import Console
     from rich.table import Table
 
@@ -37,18 +39,25 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], left
 
 
 def number(value: float | None, digits: int = 4) -> str:
+    """To so many significant digits; a dash for what is not there."""
     if value is None or math.isnan(value):
         return "-"
     return f"{value:.{digits}g}"
 
 
 def count(value: float | None) -> str:
+    """A whole number with its thousands apart, from 10^12 to three digits; a dash for what is not there."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if value < 1e12 else number(value, 3)
 
 
 def dump(value: Any) -> None:
+    """JSON on standard output.
+
+    Raises:
+        ValueError: for a number that is not finite: JSON has none.
+    """
     click.echo(json.dumps(value, indent=1, allow_nan=False))
 
 

@@ -161,6 +161,11 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Machine-read
 
 
 def pair_of(source: Source, length: int) -> PolicyPair:
+    """The pair asked for, with who samples it; ``length`` is how long a preset must reach.
+
+    Raises:
+        ValueError: for a preset and a pair at once, or what cannot be loaded or does not fit together.
+    """
     from klgrad.synth.policies import load_pair
     from klgrad.synth.presets import preset
 
@@ -187,6 +192,7 @@ def _behaviour(pair: PolicyPair, behaviour: str) -> PolicyPair:
 
 
 def lengths_of(lengths: list[int] | None, source: Source) -> list[int]:
+    """The lengths asked for; by default the preset's own, and 5 to 20 for a pair of the user's."""
     from klgrad.synth.presets import PRESETS
 
     if lengths:
@@ -196,6 +202,11 @@ def lengths_of(lengths: list[int] | None, source: Source) -> list[int]:
 
 
 def configurations_of(names: Sequence[str], pairs: Sequence[PolicyPair], quiet: bool) -> list[Configuration]:
+    """The configurations asked for or the default ones, each once; cautions about them and the pairs are printed.
+
+    Raises:
+        ValueError: for a name outside the grammar.
+    """
     from klgrad.synth.configurations import parse
 
     found = list(dict.fromkeys(parse(name) for name in names or DEFAULT))
