@@ -11,7 +11,7 @@ import click
 
 from klgrad.commands.display import Progress, dump, notes, number, table
 from klgrad.commands.folders import STORE, resumable
-from klgrad.commands.options import grouped, json_option, out_option, workers_of
+from klgrad.commands.options import grouped, json_option, out_option, scheduler_option, workers_of
 from klgrad.commands.training import DEFAULT_CONFIGS, Numbers, Training, beta_option, task_options
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ recipe_options = grouped(
 @click.option("--expected", is_flag=True, help="Follow the expected updates exactly instead of sampling.")
 @click.option("--every", type=click.IntRange(min=1), help="Keep every so many steps. Default: about 100 of each run.")
 @click.option("--workers", type=click.IntRange(min=1), help="Processes. Default: the CPUs, up to 4.")
+@scheduler_option
 @out_option
 @json_option
 @click.option("-q", "--quiet", is_flag=True, help="No progress, notes or summary.")
@@ -113,6 +114,7 @@ def dynamics(
     expected: bool,
     every: int | None,
     workers: int | None,
+    scheduler: str | None,
     out: Path,
     as_json: bool,
     quiet: bool,
@@ -146,7 +148,7 @@ def dynamics(
         with Progress(family.task.pair.name, quiet or as_json) as progress:
             frame = study(
                 family, runs, steps, start, expected=expected, every=every or max(1, steps // SHOWN),
-                workers=workers_of(workers), store=store, progress=progress,
+                workers=workers_of(workers), scheduler=scheduler, store=store, progress=progress,
             )  # fmt: skip
         ends = summary(frame)
         written = _draw(frame, ends, out)

@@ -137,7 +137,7 @@ scheduler_option = click.option(
     metavar="ADDRESS",
     envvar="KLGRAD_SCHEDULER",
     show_envvar=True,
-    help="Draw on a Dask cluster, tcp://HOST:PORT, instead of in threads; the numbers do not depend on it.",
+    help="Work on a Dask cluster, tcp://HOST:PORT, instead of here; the numbers do not depend on it.",
 )
 sampling_options = grouped(
     "drawing",

@@ -1,14 +1,15 @@
-"""Many training runs: in blocks that are seeded, stored and resumed, on several processes, into one tidy table.
+"""Many training runs: in seeded, stored, resumable blocks, on several processes or machines, into one tidy table.
 
 A block is runs of one algorithm, those of one configuration side by side, as many as stay in a core's cache. What a run
-does depends on its own settings and seed alone, so neither the blocks nor the number of workers changes a number.
+does depends on its own settings and seed alone, so neither the blocks nor who does them changes a number.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -63,6 +64,7 @@ def study(
     expected: bool = False,
     every: int = 1,
     workers: int = 1,
+    scheduler: str | None = None,
     store: Path | None = None,
     progress: Progress | None = None,
 ) -> pd.DataFrame:
@@ -75,6 +77,7 @@ def study(
         expected: follow expected updates exactly; seeds then make no difference.
         every: keep every so many steps, and the last.
         workers: processes; the numbers do not depend on it. More than one needs a main module that can be imported.
+        scheduler: the address of a Dask scheduler whose workers do the blocks instead, bit for bit as here.
         store: a folder for finished blocks; those already there are taken up.
         progress: called with (updates done, updates in all), those of a block counted once; with several workers
             whenever a block is done.
@@ -95,7 +98,8 @@ def study(
     todo = blocks(runs, family.task.length)
     folder = None if store is None else store_of(store, family, runs, steps, start, expected=expected)
     records: dict[int, tuple[Record, int]] = {}
-    for index, record in _records(family, runs, steps, start, expected, todo, workers, folder, progress):
+    batch = Batch(family, [tuple(runs[i] for i in block) for block in todo], steps, start, expected)
+    for index, record in _records(batch, workers, scheduler, folder, progress):
         records.update({i: (record, row) for row, i in enumerate(todo[index])})
     kept = np.unique(np.append(np.arange(0, steps + 1, every), steps))
     return _tabulate(family, runs, kept, records, expected=expected)
@@ -112,50 +116,58 @@ def store_of(
     return store / hashlib.sha256(repr(request).encode()).hexdigest()[:16]
 
 
+class Batch(NamedTuple):
+    """All that the numbers of the blocks depend on: plain data that can be sent elsewhere."""
+
+    family: Family
+    blocks: list[tuple[Run, ...]]
+    steps: int
+    start: np.ndarray
+    expected: bool
+
+    def drawer(self) -> Callable[[int], Record]:
+        """The function that does the block of an index."""
+        return self.record
+
+    def record(self, index: int, progress: Callable[[int], None] | None = None) -> Record:
+        """What the runs of one block did; ``progress`` is called with the updates done."""
+        return train(self.family, self.blocks[index], self.steps, self.start, expected=self.expected, progress=progress)
+
+
 def _records(
-    family: Family,
-    runs: Sequence[Run],
-    steps: int,
-    start: np.ndarray,
-    expected: bool,
-    todo: list[list[int]],
-    workers: int,
-    folder: Path | None,
-    progress: Progress | None,
+    batch: Batch, workers: int, scheduler: str | None, folder: Path | None, progress: Progress | None
 ) -> Iterator[tuple[int, Record]]:
     """(block, record) as they are done; stored ones first."""
-    done = 0
+    steps, done = batch.steps, 0
 
     def so_far(updates: int) -> None:
         if progress:
-            progress(done * steps + updates, len(todo) * steps)
+            progress(done * steps + updates, len(batch.blocks) * steps)
 
-    def finished() -> None:
-        nonlocal done
-        done += 1
-        so_far(0)
-
-    open_blocks = []
-    for index in range(len(todo)):
-        stored = None if folder is None else _load(folder, index, (len(todo[index]), steps + 1, len(RECORDED)))
-        if stored is None:
-            open_blocks.append(index)
-            continue
-        yield index, stored
-        finished()
-    jobs = [(index, (family, [runs[i] for i in todo[index]], steps, start, expected)) for index in open_blocks]
-    for index, record in _work(jobs, workers, so_far):
+    def keep(index: int, record: Record) -> None:
         if folder is not None:
             _save(folder, index, record)
-        yield index, record
-        finished()
 
+    missing = []
+    for index, runs in enumerate(batch.blocks):
+        stored = None if folder is None else _load(folder, index, (len(runs), steps + 1, len(RECORDED)))
+        if stored is None:
+            missing.append(index)
+            continue
+        yield index, stored
+        done += 1
+        so_far(0)
+    if scheduler is None or not missing:
+        trained = _train_here(batch, missing, keep, workers, so_far)
+    else:
+        from klgrad.analysis.cluster import draw_on_cluster
 
-def _job(
-    arguments: tuple[Family, list[Run], int, np.ndarray, bool], progress: Callable[[int], None] | None = None
-) -> Record:
-    family, runs, steps, start, expected = arguments
-    return train(family, runs, steps, start, expected=expected, progress=progress)
+        trained = draw_on_cluster(scheduler, batch, keep, [(index, index) for index in missing])
+    with closing(trained):  # an interruption ends the training at once, not when its traceback is forgotten
+        for index, record in trained:
+            yield index, record
+            done += 1
+            so_far(0)
 
 
 def _quiet_interrupt() -> None:
@@ -164,20 +176,32 @@ def _quiet_interrupt() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; a worker finishes its block
 
 
-def _work(jobs: list[tuple[int, Any]], workers: int, progress: Callable[[int], None]) -> Iterator[tuple[int, Record]]:
+def _train_here(
+    batch: Batch,
+    missing: list[int],
+    keep: Callable[[int, Record], None],
+    workers: int,
+    progress: Callable[[int], None],
+) -> Generator[tuple[int, Record]]:
     """Yield (block, record); processes, because small arrays leave threads waiting for the interpreter's lock."""
-    if workers <= 1 or len(jobs) <= 1:
-        for index, job in jobs:
-            yield index, _job(job, progress)
+    if workers <= 1 or len(missing) <= 1:
+        for index in missing:
+            record = batch.record(index, progress)
+            keep(index, record)
+            yield index, record
         return
     from concurrent.futures import ProcessPoolExecutor, as_completed
     from multiprocessing import get_context
 
-    pool = ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn"), _quiet_interrupt)
+    pool = ProcessPoolExecutor(min(workers, len(missing)), get_context("spawn"), _quiet_interrupt)
     try:
-        waiting = {pool.submit(_job, job): index for index, job in jobs}
+        waiting = {
+            pool.submit(batch._replace(blocks=[batch.blocks[index]]).record, 0): index for index in missing
+        }  # a block travels alone
         for future in as_completed(waiting):
-            yield waiting[future], future.result()
+            index, record = waiting[future], future.result()
+            keep(index, record)
+            yield index, record
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

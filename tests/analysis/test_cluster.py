@@ -54,22 +54,28 @@ def finish(process):
     return process.returncode, errors
 
 
+COMPARE = ["compare", "--preset", "near", "--lengths", "40:70:10", "--trials", "300", "--samples", "1000"]
+COMPARE += ["--config", "k3-in-both+rtg+prefix-ratio", "--config", "k1-in-reward+loo"]
+DYNAMICS = ["dynamics", "--task", "answer", "--steps", "150", "--staleness", "0,1,2,3,4,5,6,7", "--ratio", "none"]
+DYNAMICS += ["--ratio", "token"]
+
+
 @pytest.mark.slow
-def test_two_worker_processes_one_killed_give_the_same_bytes(workers, tmp_path):
-    """The worker has blocks in hand when it goes: they are drawn again by the other, or by its successor."""
+@pytest.mark.parametrize("request_", [COMPARE, DYNAMICS], ids=lambda each: each[0])
+def test_two_worker_processes_one_killed_give_the_same_bytes(workers, tmp_path, request_):
+    """The worker has blocks in hand when it goes: they are done again by the other, or by its successor."""
     address, pids = workers
-    request = ["compare", "-q", "--preset", "near", "--lengths", "40:70:10", "--trials", "300", "--samples", "1000"]
-    request += ["--config", "k3-in-both+rtg+prefix-ratio", "--config", "k1-in-reward+loo"]
     here, there = tmp_path / "here", tmp_path / "there"
-    assert finish(start(*request, "--out", here)) == (0, "")
-    process = start(*request, "--out", there, "--scheduler", address)
+    assert finish(start(*request_, "-q", "--out", here)) == (0, "")
+    process = start(*request_, "-q", "--out", there, "--scheduler", address)
     deadline = time.monotonic() + 120
     while len(list((there / STORE).rglob("*.npz"))) < 2 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert process.poll() is None, finish(process)
     os.kill(pids[0], signal.SIGKILL)
     assert finish(process) == (0, "")
-    for name in ("compare.csv", "compare.json"):
+    for kind in ("csv", "json"):
+        name = f"{request_[0]}.{kind}"
         assert (there / name).read_bytes() == (here / name).read_bytes()
 
 

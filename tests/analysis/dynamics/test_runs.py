@@ -55,6 +55,25 @@ def test_processes_change_nothing():
     pd.testing.assert_frame_equal(one, two)
 
 
+def test_blocks_done_elsewhere_change_nothing(tmp_path, monkeypatch):
+    """What a cluster's worker is sent, without the cluster; what comes back is stored and taken up."""
+    cloudpickle = pytest.importorskip("cloudpickle")
+
+    def cluster(address, task, keep, todo):
+        draw = cloudpickle.loads(cloudpickle.dumps(task)).drawer()
+        for index, block in reversed(todo):
+            keep(block, found := draw(block))
+            yield index, found
+
+    monkeypatch.setattr("klgrad.analysis.cluster.draw_on_cluster", cluster)
+    here = study(FAMILY, RUNS, 3, START)
+    there = study(FAMILY, RUNS, 3, START, scheduler="tcp://somewhere:8786", store=tmp_path)
+    pd.testing.assert_frame_equal(here, there)
+    monkeypatch.setattr("klgrad.analysis.cluster.draw_on_cluster", None)
+    again = study(FAMILY, RUNS, 3, START, scheduler="tcp://somewhere:8786", store=tmp_path)
+    pd.testing.assert_frame_equal(here, again)
+
+
 def torn(content):
     return b"torn"
 
