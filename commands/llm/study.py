@@ -9,7 +9,7 @@ import click
 
 from klgrad.commands.display import Progress, number, table
 from klgrad.commands.llm.options import quiet_option, recipe_of, set_option
-from klgrad.commands.options import out_option
+from klgrad.commands.options import out_option, scheduler_option
 
 
 @click.command(short_help="The paper's grid on a small model.")
@@ -31,12 +31,13 @@ from klgrad.commands.options import out_option
 @click.option(
     "--processes", type=click.IntRange(min=1), default=2, show_default=True, help="Runs at once, a thread each."
 )
+@scheduler_option
 @set_option
 @out_option
 @quiet_option
 def study(
     recipe: str, kls: tuple[str, ...], betas: tuple[float, ...], seeds: int, stale: tuple[int, ...], processes: int,
-    changes: tuple[str, ...], out: Path, quiet: bool,
+    scheduler: str | None, changes: tuple[str, ...], out: Path, quiet: bool,
 ) -> None:  # fmt: skip
     """Train with every KL recipe, beta, seed and staleness, and draw reward, KL, scores and the reward-KL frontier.
 
@@ -57,7 +58,7 @@ def study(
     runs = results.writable_folder(out) / "runs"
     with Progress(f"{len(cells)} runs", quiet) as progress:
         try:
-            engine.run(cells, base, runs, processes=processes, progress=progress)
+            engine.run(cells, base, runs, processes=processes, scheduler=scheduler, progress=progress)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f": the same command goes on from {runs}") from None
     final = engine.final(cells, base, runs)

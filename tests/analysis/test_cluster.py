@@ -56,8 +56,8 @@ def finish(process):
 
 COMPARE = ["compare", "--preset", "near", "--lengths", "40:70:10", "--trials", "300", "--samples", "1000"]
 COMPARE += ["--config", "k3-in-both+rtg+prefix-ratio", "--config", "k1-in-reward+loo"]
-DYNAMICS = ["dynamics", "--task", "answer", "--steps", "150", "--staleness", "0,1,2,3,4,5,6,7", "--ratio", "none"]
-DYNAMICS += ["--ratio", "token"]
+DYNAMICS = ["dynamics", "--task", "answer", "--steps", "20", "--seeds", "2", "--staleness", "0,1,2,3,4,5,6,7"]
+DYNAMICS += ["--ratio", "none", "--ratio", "token"]
 
 
 @pytest.mark.slow
