@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 COVARIANCES = ("none", "trace", "diagonal", "full")
 _FULL_ENTRIES = 1 << 20  # S x V x d^2 up to which d x d blocks are carried
+_ROUNDING = 1e-12  # a variance below this share of the second moment is none
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,13 +228,17 @@ def _finish(
 
 
 def _optimal(products: _Products, mean_x: np.ndarray, mean_y: Any, *, per_coordinate: bool) -> np.ndarray:
-    """b that minimises the variance of X - bY: one scalar, or one per coordinate; 0 where Y never varies."""
+    """b that minimises the variance of X - bY: one scalar, or one per coordinate; 0 where Y never varies.
+
+    There any b does, and one made of rounding would shift the mean: off-policy E[Y] need not be 0.
+    """
     x, y = products.plan.x, (products.plan.y,)
     cross = products.second(x, y) - mean_x * mean_y  # type: ignore[arg-type]
-    var = products.second(y, y) - mean_y**2  # type: ignore[arg-type]
+    size = products.second(y, y)  # type: ignore[arg-type]
+    var = size - mean_y**2
     if not per_coordinate:
-        cross, var = cross.sum(axis=1, keepdims=True), var.sum(axis=1, keepdims=True)
-    return np.divide(cross, var, out=np.zeros_like(cross), where=var > 0)
+        cross, var, size = (each.sum(axis=1, keepdims=True) for each in (cross, var, size))
+    return np.divide(cross, var, out=np.zeros_like(cross), where=var > _ROUNDING * size)
 
 
 def _covariance(

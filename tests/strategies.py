@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from klgrad.synth import automata, enumeration
 from klgrad.synth.configurations import CREDITS, RATIOS, parse
 from klgrad.synth.estimators import ESTIMATORS
-from klgrad.synth.policies import PolicyPair, linear, log_softmax, tabular
+from klgrad.synth.policies import Policy, PolicyPair, linear, log_softmax, tabular
 
 KINDS = ("markov", "markov2", "positional", "history", "counts", "counts-last")
 CAP = 300  # sequences that one example may enumerate
@@ -88,6 +88,33 @@ def worlds(draw, *, off=None, cap=CAP, longest=6):
     )
 
 
+def thinned(world, seed, share=0.6):
+    """The world with exact zeros: each policy keeps about that share of its tokens, and more where it must.
+
+    What the sampler emits the policy emits too, and what the policy emits the reference; the reverse need not be.
+    """
+    pair, rng = world.pair, np.random.default_rng(seed)
+    contexts, vocabulary = pair.reference.shape
+    sampled, emitted, known = rng.random((3, contexts, vocabulary)) < share
+    sampled[np.arange(contexts), rng.integers(vocabulary, size=contexts)] = True  # no row without a token
+    emitted |= sampled
+    known |= emitted
+    log_probs, reference, behaviour = (
+        None if table is None else log_softmax(np.where(kept, table, -np.inf))
+        for table, kept in ((pair.policy.log_probs, emitted), (pair.reference, known), (pair.behaviour, sampled))
+    )
+    scores = pair.policy.scores  # as features: the softmax over fewer tokens has another mean
+    scores = scores - np.einsum("sv,svd->sd", np.exp(log_probs), scores)[:, None, :]
+    policy = Policy(log_probs, scores, pair.policy.theta)
+    return World(PolicyPair(pair.automaton, policy, reference, behaviour), world.length, None)
+
+
+@st.composite
+def thinned_worlds(draw, *, off=None, cap=CAP, longest=6):
+    """``worlds()`` in which sampler, policy and reference each lack tokens."""
+    return thinned(draw(worlds(off=off, cap=cap, longest=longest)), draw(st.integers(0, 2**16)))
+
+
 def _join(head, *options):
     return "+".join([head, *(option for option in options if option)])
 
@@ -141,7 +168,7 @@ class Plain:
             "none": lambda: 0.0,
             "constant": lambda: configuration.baseline_value,
             "mean": lambda: p @ c,
-            "optimal": lambda: cross.sum() / var.sum(),
+            "optimal": lambda: cross.sum() / var.sum() if var.sum() > 1e-12 else 0.0,
             "optimal-per-coordinate": lambda: np.divide(cross, var, out=np.zeros_like(var), where=var > 1e-12),
         }[configuration.baseline]()
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from strategies import Plain, World, assert_close, build_world, configurations, grid, worlds
+from strategies import Plain, World, assert_close, build_world, configurations, grid, thinned_worlds, worlds
 
 from klgrad.synth import products, rows
 from klgrad.synth.automata import markov, positional
@@ -52,6 +52,17 @@ def test_every_option_agrees_with_enumeration(name):
 def test_random_worlds_and_configurations_agree_with_enumeration(world, chosen):
     plain = Plain(world)
     for c, found in zip(chosen, moments(world.pair, chosen, [world.length], covariance="full"), strict=True):
+        agrees(found, *plain.moments(c))
+
+
+@given(
+    thinned_worlds(cap=120),
+    st.lists(configurations(), min_size=1, max_size=2),
+    configurations(names=("full",)),
+)
+def test_tokens_that_sampler_policy_or_reference_lack_agree_with_enumeration(world, chosen, full):
+    plain, every = Plain(world), [*chosen, full]
+    for c, found in zip(every, moments(world.pair, every, [world.length], covariance="full"), strict=True):
         agrees(found, *plain.moments(c))
 
 
@@ -162,6 +173,18 @@ def test_full_vocabulary_losses_count_tokens_that_are_never_sampled(engine):
     for name in ("full-in-loss", "full-in-both+prefix-ratio", "k3-in-both+token-ratio"):
         (m,) = moments(world.pair, [parse(name)], [3], covariance="full")
         agrees(m, *Plain(world).moments(parse(name)))
+
+
+def test_an_optimal_baseline_of_scores_that_never_vary_is_zero(engine):
+    """Of two tokens the sampler draws one: Y is the same number for every sequence, and not 0."""
+    automaton = markov(2, 0)
+    behaviour = log_softmax(np.array([[0.0, -np.inf]]))
+    policy, reference = tabular(automaton, np.array([[0.3, 0.0]])), log_softmax(np.array([[0.1, 0.0]]))
+    pair = PolicyPair(automaton, policy, reference, behaviour)
+    for c in (parse(f"k3-in-reward+optimal-baseline{kind}") for kind in ("", "-per-coordinate")):
+        (m,) = moments(pair, [c], [3, 7])
+        assert np.array_equal(m.baseline, np.zeros((2, 2)))
+        assert_close(m.mean, moments(pair, [parse("k3-in-reward")], [3, 7], covariance="none")[0].mean)
 
 
 def test_sequences_that_have_all_ended_stay_as_they_are(engine):
