@@ -7,7 +7,7 @@ T length, d parameters. Labels in brackets name the identity that tests hold the
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -105,7 +105,7 @@ def family(task: Task) -> Family:
 
 def expected_reward(pair: PolicyPair, reward: Reward, length: int) -> float:
     """E[R] of the policy within ``length`` tokens."""
-    return float(_reward_to_go(pair, reward, length, np.exp(pair.policy.log_probs))[length, pair.automaton.start])
+    return float(_reward_to_go(pair, reward, length, np.exp(pair.policy.log_probs))[0][length, pair.automaton.start])
 
 
 def objective(task: Task, pair: PolicyPair, beta: float) -> float:
@@ -128,24 +128,25 @@ def reward_gradient(
 
     Args:
         ratio: the weight w_t off-policy: 1 (``none``), rho_t (``token``), rho_1:t (``prefix``) or rho_1:T
-            (``sequence``, the gradient of E[R] again).
+            (``sequence``, the gradient of E[R] again where the sampler lacks no token of the policy).
         centred: subtract E[R], as leave-one-out baselines do; without a ratio, off-policy, that is not nothing.
     """
-    automaton, policy = pair.automaton, np.exp(pair.policy.log_probs) * pair.automaton.alive[:, None]
-    sampler = np.exp(pair.sampler) * automaton.alive[:, None]
+    automaton, drawn = pair.automaton, pair.automaton.alive[:, None] & (pair.sampler > -np.inf)
+    sampler = np.exp(pair.sampler) * drawn
+    policy = np.exp(pair.policy.log_probs) * drawn  # rho mu: no ratio brings back what is never sampled
+    lost = np.where(drawn, 0.0, np.exp(pair.policy.log_probs)).sum(axis=1) if ratio == "sequence" else 0.0
     ahead = policy if ratio == "sequence" else sampler  # who has drawn what follows token t
     before = policy if ratio in ("prefix", "sequence") else sampler  # whose prefixes count
     own = sampler if ratio == "none" else policy
-    to_go = _reward_to_go(pair, reward, length, ahead)
+    to_go, left = _reward_to_go(pair, reward, length, ahead, lost)
     mass, past = np.zeros(automaton.contexts), np.zeros(automaton.contexts)  # E[1; s] and E[reward so far; s]
     mass[automaton.start] = 1.0
-    shift = float(_reward_to_go(pair, reward, length, sampler)[length, automaton.start]) if centred else 0.0
-    if ratio == "sequence":
-        shift = to_go[length, automaton.start] if centred else 0.0  # any constant: the score of a whole ratio is 0
+    shift = float(_reward_to_go(pair, reward, length, sampler)[0][length, automaton.start]) if centred else 0.0
     weight = np.zeros(automaton.next_context.shape)
     for t in range(length):
-        paid = reward.edge + to_go[length - 1 - t][automaton.next_context] - shift
-        weight += own * (mass[:, None] * paid + past[:, None])
+        rest = left[length - 1 - t][automaton.next_context]
+        paid = reward.edge * rest + to_go[length - 1 - t][automaton.next_context] - shift * rest
+        weight += own * (mass[:, None] * paid + past[:, None] * rest)
         past = _move(automaton.next_context, before * (past[:, None] + mass[:, None] * reward.edge))
         mass = _move(automaton.next_context, before * mass[:, None])
     return np.tensordot(weight, pair.policy.scores, axes=2)
@@ -155,14 +156,22 @@ def _move(next_context: np.ndarray, flow: np.ndarray) -> np.ndarray:
     return np.bincount(next_context.ravel(), flow.ravel(), minlength=len(next_context))
 
 
-def _reward_to_go(pair: PolicyPair, reward: Reward, length: int, probs: np.ndarray) -> np.ndarray:
-    """``[T + 1, S]`` expected reward with k tokens left, under ``probs [S, V]``."""
-    to_go = np.zeros((length + 1, pair.automaton.contexts))
+def _reward_to_go(
+    pair: PolicyPair, reward: Reward, length: int, probs: np.ndarray, lost: Any = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """``[T + 1, S]`` expected reward with k tokens left under ``probs [S, V]``, and how much of the mass is left then.
+
+    That is 1 where ``probs`` are a policy's, and less where rows lack what is ``lost [S]``.
+    """
+    automaton = pair.automaton
+    to_go, left = np.zeros((length + 1, automaton.contexts)), np.ones((length + 1, automaton.contexts))
     to_go[0] = reward.terminal
     for k in range(length):
-        paid = (probs * (reward.edge + to_go[k][pair.automaton.next_context])).sum(axis=1)
-        to_go[k + 1] = np.where(pair.automaton.alive, paid, 0.0)
-    return to_go
+        rest = left[k][automaton.next_context]
+        paid = (probs * (reward.edge * rest + to_go[k][automaton.next_context])).sum(axis=1)
+        to_go[k + 1] = np.where(automaton.alive, paid, 0.0)
+        left[k + 1] = np.where(automaton.alive, 1.0 - lost + (probs * (rest - 1.0)).sum(axis=1), 1.0)
+    return to_go, left
 
 
 # ----------------------------------------------------------------------------------------------------- optimum
@@ -221,18 +230,19 @@ def token_fixed_point(task: Task, beta: float, kind: str) -> Float[np.ndarray, "
         raise ValueError(f"beta = {beta} must be positive for a fixed point to exist")
     automaton, when = task.pair.automaton, times(task)
     log_probs, values = task.pair.reference.copy(), task.reward.terminal.copy()
-    with np.errstate(divide="ignore"):
-        for t in reversed(range(task.length)):
-            for s in np.flatnonzero(when == t):
-                q = task.reward.edge[s] + values[automaton.next_context[s]]
-                log_ref = task.pair.reference[s]
-                if kind == "token-forward":
-                    log_probs[s] = np.log(beta) + log_ref - np.log(_level(np.exp(log_ref), q, beta) - q)
-                else:
-                    tilted = log_ref + q / beta
-                    log_probs[s] = tilted - np.logaddexp.reduce(tilted)
-                soft = beta * (log_probs[s] - log_ref) if kind == "sequence" else 0.0
-                values[s] = float(np.exp(log_probs[s]) @ (q - soft))
+    for t in reversed(range(task.length)):
+        for s in np.flatnonzero(when == t):
+            can = task.pair.reference[s] > -np.inf  # what the reference never emits stays so
+            q = (task.reward.edge[s] + values[automaton.next_context[s]])[can]
+            log_ref = task.pair.reference[s, can]
+            if kind == "token-forward":
+                found = np.log(beta) + log_ref - np.log(_level(np.exp(log_ref), q, beta) - q)
+            else:
+                tilted = log_ref + q / beta
+                found = tilted - np.logaddexp.reduce(tilted)
+            soft = beta * (found - log_ref) if kind == "sequence" else 0.0
+            values[s] = float(np.exp(found) @ (q - soft))
+            log_probs[s, can] = found
     return log_probs
 
 
@@ -240,7 +250,7 @@ def _level(ref: np.ndarray, q: np.ndarray, beta: float) -> float:
     """V + beta: the level above every Q at which ``sum beta ref / (level - Q)`` is 1."""
     from scipy.optimize import brentq
 
-    top = float(q[ref > 0].max())
+    top = float(q.max())
 
     def excess(above: float) -> float:
         return float((beta * ref / (top + above - q)).sum() - 1)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import assert_close, build_world, finite_difference, worlds
+from strategies import assert_close, build_world, finite_difference, thinned_worlds, worlds
 
 from klgrad.synth import automata, exact, objectives
 from klgrad.synth.configurations import parse
@@ -43,7 +43,7 @@ def test_objective_is_a_sum_over_sequences_and_its_gradient_a_derivative(world, 
     assert_close(objectives.objective_gradient(found, pair, beta), numeric, 1e-6)
 
 
-@given(worlds(), st.sampled_from(("none", "token", "prefix", "sequence")), st.booleans())
+@given(st.one_of(worlds(), thinned_worlds()), st.sampled_from(("none", "token", "prefix", "sequence")), st.booleans())
 def test_reward_gradient_of_every_ratio_is_a_sum_over_sequences(world, ratio, centred):
     found, pair = task_of(world)
     every = sequences(pair.automaton, world.length)
@@ -109,6 +109,21 @@ def test_closed_form_fixed_points_balance_reward_and_penalty(kind, configuration
     penalty = moments(there, [parse(configuration)], [3], covariance="none")[0].mean[0]
     assert_close(reward, beta * penalty, 1e-9)
     assert np.linalg.norm(reward) > 1e-3 * beta  # a balance of two forces, not two zeros
+
+
+@pytest.mark.parametrize("kind", ["sequence", "token", "token-forward"])
+def test_a_token_that_the_reference_lacks_is_as_if_it_were_not_there(kind):
+    """Even where it would be rewarded most."""
+    logits = np.array([[0.3, -0.2], [0.5, 0.1], [-1.0, 0.4]])
+    found = []
+    for more in (np.zeros((3, 0)), np.full((3, 1), -np.inf)):
+        automaton = automata.positional(2 + more.shape[1], 3)
+        policy = tabular(automaton, np.concatenate([logits, more], axis=1))
+        rewarded = "0.4*each(1)" if more.size == 0 else "0.4*each(1)+each(2)"
+        there = task(PolicyPair(automaton, policy, policy.log_probs), rewarded, 3)
+        found.append(np.exp(objectives.token_fixed_point(there, 0.5, kind)))
+    assert_close(found[1][:, :2], found[0])
+    assert np.array_equal(found[1][:, 2], np.zeros(3))
 
 
 def test_the_sequence_fixed_point_is_the_optimum_and_the_others_fall_short():
