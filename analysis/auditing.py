@@ -171,7 +171,7 @@ def deviation(called: Callable[..., Any], recipe: Recipe, placement: str) -> tup
         expected = np.clip(est.value(log_probs - reference), -bound, bound)
     else:
         found = _gradient(called, given, rest, torch.tensor(mask))
-        expected, _, _ = token_weights(recipe, log_probs, reference, mask, behaviour)
+        expected, *_ = token_weights(recipe, log_probs, reference, mask, behaviour)
     if found.shape != mask.shape:
         raise ValueError(f"it returns the shape {list(found.shape)} for [B, T] = {list(mask.shape)}")
     off = np.where(mask, np.abs(found - expected) / np.maximum(1.0, np.abs(expected)), 0.0)

@@ -323,38 +323,55 @@ def _tables(
     d = pair.policy.parameters
     x, y = np.empty((len(tokens), d)), np.empty((len(tokens), d))
     c = np.empty(len(tokens))
-    step = max(1, _CHUNK // (tokens.shape[1] * d))
+    full = recipe.configuration.estimator.full
+    step = max(1, _CHUNK // (tokens.shape[1] * d * (pair.automaton.vocabulary if full else 1)))
     for first in range(0, len(tokens), step):
         rows = slice(first, first + step)
         at, token, real = contexts[rows], tokens[rows], mask[rows]
         scores = pair.policy.scores[at, token]
         tables = pair.policy.log_probs, pair.reference, pair.sampler
         log_probs, reference, behaviour = (np.where(real, table[at, token], 0.0) for table in tables)
-        zero, own, c[rows] = token_weights(recipe, log_probs, reference, real, behaviour)
+        every = (pair.policy.log_probs[at], pair.reference[at]) if full else None
+        zero, own, c[rows], vocab = token_weights(recipe, log_probs, reference, real, behaviour, every)
         x[rows], y[rows] = np.einsum("nt,ntd->nd", zero, scores), np.einsum("nt,ntd->nd", own, scores)
+        if vocab is not None:
+            x[rows] += np.einsum("ntv,ntvd->nd", vocab, pair.policy.scores[at])
     return x, y, c
 
 
 def token_weights(
-    recipe: Recipe, log_probs: np.ndarray, reference: np.ndarray, mask: np.ndarray, behaviour: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    recipe: Recipe,
+    log_probs: np.ndarray,
+    reference: np.ndarray,
+    mask: np.ndarray,
+    behaviour: np.ndarray,
+    full: tuple[np.ndarray, np.ndarray] | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
     """One sequence's part of a recipe: weights ``[n, T]`` on its scores, those of a baseline, and C ``[n]``.
+
+    And ``[n, T, V]`` weights on the scores of all tokens, of a full-vocabulary loss; else None.
 
     Args:
         log_probs, reference, behaviour: ``[n, T]`` of the sampled tokens.
         mask: ``[n, T]`` True for real tokens.
+        full: ``[n, T, V]`` next-token log-probs of policy and reference, which full-vocabulary estimators need.
     """
     c = replace(recipe.configuration, baseline="none", baseline_value=0.0)
     est = c.estimator
     delta, log_rho = log_probs - reference, np.where(mask, log_probs - behaviour, 0.0)
-    frozen = delta - log_rho if c.rollout_value else delta
-    values = np.where(mask, np.clip(est.value(frozen), -recipe.clamp, recipe.clamp), 0.0)
+    given: tuple[np.ndarray, ...] = (delta - log_rho if c.rollout_value else delta,)
+    if full is not None:
+        given = tuple(np.where(mask[..., None], every, 0.0) for every in full)
+    values = np.where(mask, np.clip(est.value(*given), -recipe.clamp, recipe.clamp), 0.0)
     if recipe.weight == "none" and not (math.isfinite(recipe.clamp) and c.in_loss):
         if math.isfinite(recipe.clamp):
             c = replace(c, estimator=_passing(est, recipe.clamp, live=False))
-        zero, _ = score_coefficients(c, log_probs, reference, mask, behaviour=behaviour)
-        one, _ = score_coefficients(c, log_probs, reference, mask, behaviour=behaviour, baseline=1.0)
-        return zero, zero - one, values.sum(axis=1)
+        tables: dict[str, Any] = {"behaviour": behaviour}
+        if full is not None:
+            tables |= {"full_log_probs": full[0], "full_reference": full[1]}
+        zero, vocab = score_coefficients(c, log_probs, reference, mask, **tables)
+        one, _ = score_coefficients(c, log_probs, reference, mask, baseline=1.0, **tables)
+        return zero, zero - one, values.sum(axis=1), vocab
     length = mask.sum(axis=1, keepdims=True)
     rho = np.exp(log_rho)
     if recipe.weight == "geometric":
@@ -372,7 +389,7 @@ def token_weights(
         weights = weights + np.where(passes, k, 0.0)
     divisor = length if c.aggregation == "length-mean" else c.divisor
     weights = np.where(mask, weights / divisor, 0.0)
-    return weights, np.zeros_like(weights), values.sum(axis=1)
+    return weights, np.zeros_like(weights), values.sum(axis=1), None
 
 
 def _finish(

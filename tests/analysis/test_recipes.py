@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import assert_close, build_world, configurations, worlds
+from strategies import assert_close, build_world, configurations, thinned_worlds, worlds
 
 from klgrad.analysis import recipes
 from klgrad.analysis.recipes import Recipe, expected, parse_recipe
@@ -139,6 +139,32 @@ def test_the_token_mean_of_large_batches_is_what_the_delta_method_says():
 
 
 # -------------------------------------------------------------------------------------------- against enumeration
+
+
+@given(
+    st.one_of(worlds(cap=40, longest=3), thinned_worlds(cap=40, longest=3)),
+    configurations(baselines=("", "b=0.7", "loo=2")),
+    configurations(baselines=("", "b=0.7"), names=("full",)),
+    st.booleans(),
+)
+def test_sums_with_full_vocabulary_terms_are_what_enumeration_makes_of_them(world, one, two, per_token):
+    """Tokens that sampler, policy or reference lack included."""
+    chosen = [Recipe(c, token_mean=per_token and c.aggregation == "sum") for c in (one, two)]
+    terms = list(zip((0.7, -0.4), chosen, strict=True))
+    exact = expected(terms, world.pair, world.length)
+    enumerated = recipes._by_groups(terms, world.pair, world.length, 0, 0)
+    assert (exact.method, enumerated.method) == ("exact", "enumeration")
+    assert_close(exact.mean, enumerated.mean)
+    assert exact.variance == pytest.approx(enumerated.variance, rel=1e-8, abs=1e-10)
+
+
+@pytest.mark.parametrize("name", ["full-in-reward+group-std=2", "full-in-reward+rtg+group-std=2+token-mean"])
+def test_a_group_std_of_the_full_vocabulary_is_enumerated(name):
+    """On one token the full value is the same for every sample: nothing is left of it; on three it has a spread."""
+    pair = small(seed=3).pair
+    assert np.array_equal(expected([(1.0, parse_recipe(name))], pair, 1).mean, np.zeros(pair.policy.parameters))
+    found = expected([(1.0, parse_recipe(name))], pair, 3)
+    assert (found.method, found.variance > 0.01) == ("enumeration", True)
 
 
 @pytest.mark.parametrize("name", ALONE)
