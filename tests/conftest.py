@@ -1,14 +1,14 @@
 """Shared test settings: hypothesis profiles and the torch fixture.
 
 Profiles are derandomised, so a run repeats: ``dev`` (the default) is quick, ``ci`` searches further; ``fuzz`` alone
-takes its seed from ``--hypothesis-seed`` (``make fuzz``).
+takes its seed from ``--hypothesis-seed`` (``make fuzz``); ``mutation`` only has to fail (``make mutate``).
 Choose with ``HYPOTHESIS_PROFILE=ci``.
 """
 
 import os
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 _COMMON = {
     "derandomize": True,
@@ -19,6 +19,7 @@ _COMMON = {
 settings.register_profile("dev", max_examples=25, **_COMMON)
 settings.register_profile("ci", max_examples=100, **_COMMON)
 settings.register_profile("fuzz", max_examples=300, print_blob=True, **(_COMMON | {"derandomize": False}))
+settings.register_profile("mutation", max_examples=10, phases=[Phase.explicit, Phase.generate], **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import FrozenInstanceError
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import assert_close, finite_difference
 
-from klgrad.synth.estimators import ESTIMATORS, Estimator, estimator
+from klgrad.synth.estimators import ESTIMATORS, Estimator, array_namespace, estimator
 from klgrad.synth.policies import log_softmax
 
 SAMPLED = [name for name, entry in ESTIMATORS.items() if not entry.full]
@@ -303,6 +304,29 @@ def test_the_input_clamp_acts_by_itself():
     assert_close(est.slope(delta), np.array([0.0, 1 - math.exp(0.5), 1 - math.exp(-0.5), 0.0]), 1e-14)
 
 
+def test_a_clamp_still_passes_at_its_edge_as_autograd_does(torch):
+    at_output = float(estimator("k3").value(np.array([1.5]))[0])
+    for est, edges in (
+        (estimator("k3-clamped(1,10)"), [-1.0, 1.0]),
+        (estimator(f"k3-clamped(20,{at_output!r})"), [1.5]),
+    ):
+        delta = torch.tensor(edges, dtype=torch.float64, requires_grad=True)
+        (derivative,) = torch.autograd.grad(est.value(delta).sum(), delta)
+        assert_close(est.slope(np.array(edges)), derivative.numpy(), 1e-14)
+        assert (derivative != 0).all()
+
+
+def test_clamps_keep_the_farthest_log_ratios_from_overflowing():
+    est, far = estimator("k3-clamped"), np.array([-1e4, 1e4])  # a warning would fail this test
+    np.testing.assert_array_equal(est.value(far), [10.0, 10.0])
+    np.testing.assert_array_equal(est.slope(far), [0.0, 0.0])
+
+
+def test_the_series_near_zero_is_not_evaluated_far_out():
+    far = np.array([1e30])  # its powers overflow, and a warning would fail this test
+    np.testing.assert_array_equal(estimator("k3").value(far), far)
+
+
 def test_the_straight_through_slope_is_that_of_k2():
     est, delta = estimator("k3-straight-through"), np.array([-2.0, 0.5])
     np.testing.assert_array_equal(est.slope(delta), delta)
@@ -384,6 +408,16 @@ def test_the_normal_form_keeps_every_digit(argument):
 def test_bad_names_are_refused_saying_what_is_possible(text, message):
     with pytest.raises(ValueError, match=message):
         estimator(text)
+
+
+def test_numpy_is_its_own_namespace(torch):
+    assert array_namespace(np.ones(1)) is array_namespace(np.float64(1)) is np
+    assert array_namespace(torch.ones(1)) is not torch  # torch's own clip, sum and where follow other conventions
+
+
+def test_an_estimator_cannot_be_altered():
+    with pytest.raises(FrozenInstanceError):
+        estimator("k1").unbiased = False
 
 
 def test_an_estimator_is_not_its_name():
