@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import Plain, assert_close, build_world, configurations, grid, worlds
 
+from klgrad.synth.automata import markov
 from klgrad.synth.configurations import (
     OPTIONS,
     PLACEMENTS,
@@ -19,6 +20,7 @@ from klgrad.synth.configurations import (
 )
 from klgrad.synth.enumeration import sequences
 from klgrad.synth.estimators import ESTIMATORS, estimator
+from klgrad.synth.policies import PolicyPair, log_softmax, tabular
 
 WORLD = build_world("markov2", 3, 3, eos=True, off=True, parameters=3, seed=1)
 PLAIN = Plain(WORLD)
@@ -169,6 +171,18 @@ def test_likely_mistakes_are_cautioned(text, world, word):
     (caution,) = parse(text).cautions(world)
     assert word in caution
     assert caution.startswith(str(parse(text)))
+
+
+def test_a_ratio_cannot_make_up_for_tokens_that_are_never_sampled():
+    automaton = markov(3, 0)
+    policy = tabular(automaton, np.zeros((1, 3)))
+    behaviour = log_softmax(np.array([[0.0, -np.inf, -np.inf]]))
+    pair = PolicyPair(automaton, policy, log_softmax(np.zeros((1, 3))), behaviour)
+    c = parse("k1-in-reward+prefix-ratio")
+    (caution,) = c.cautions(pair)  # the first gap of two
+    assert caution == f"{c}: {pair.sampling_gaps()[0]}, so no ratio makes up for it"
+    assert "never samples token 1" in caution
+    assert parse("k1-in-reward").cautions(pair) == []
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Exact moments against enumeration of the plain formula: every option, both engines, all lengths at once."""
 
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 
 import numpy as np
 import pytest
@@ -13,8 +13,8 @@ from klgrad.synth.automata import markov, positional
 from klgrad.synth.configurations import parse
 from klgrad.synth.enumeration import enumerate_configuration, enumerate_leave_one_out, log_probability, sequences
 from klgrad.synth.exact import true_gradient
-from klgrad.synth.moments import moments
-from klgrad.synth.policies import PolicyPair, log_softmax, tabular
+from klgrad.synth.moments import full_fits, moments
+from klgrad.synth.policies import PolicyPair, linear, log_softmax, tabular
 
 # off-policy, random length, d = 3: nothing degenerate for an option to hide behind
 GRID_WORLD = build_world("markov2", 3, 3, eos=True, off=True, parameters=3, seed=1)
@@ -307,6 +307,28 @@ def test_optimal_baselines_cannot_be_improved(ratio, off):
     assert each.sum() < scalar.sum()
 
 
+@pytest.mark.parametrize("ratio", ["", "+prefix-ratio"])
+def test_the_baseline_reported_is_the_one_its_name_stands_for(ratio):
+    plain, names = Plain(GRID_WORLD), ("b=0.7", "mean-baseline", "optimal-baseline", "optimal-baseline-per-coordinate")
+    chosen = [parse(f"k3-in-both{ratio}+{name}+divide=3") for name in names]
+    for c, found in zip(chosen, moments(GRID_WORLD.pair, chosen, [3], covariance="none"), strict=True):
+        assert_close(found.baseline[0], np.broadcast_to(plain.baseline(c), 3))
+    none, loo, mean = moments(
+        GRID_WORLD.pair, [parse(f"k1-in-reward{ratio}{b}") for b in ("", "+loo", "+mean-baseline")], [3]
+    )
+    np.testing.assert_array_equal(none.baseline, np.zeros((1, 3)))
+    np.testing.assert_array_equal(loo.baseline, mean.baseline)
+
+
+def test_a_coordinate_without_scores_has_the_optimal_baseline_zero():
+    automaton = markov(2, 0)
+    features = np.array([[[1.0, 0.0], [0.0, 0.0]]])  # the second parameter does nothing
+    pair = PolicyPair(automaton, linear(automaton, features, np.zeros(2)), log_softmax(np.array([[0.4, 0.0]])))
+    (m,) = moments(pair, [parse("k1-in-reward+optimal-baseline-per-coordinate")], [2], covariance="diagonal")
+    assert m.baseline[0, 0] != 0
+    assert m.baseline[0, 1] == m.covariance[0, 1] == m.mean[0, 1] == 0
+
+
 @pytest.mark.parametrize("baseline", ["mean-baseline", "optimal-baseline", "b=-2", "loo"])
 def test_on_policy_baselines_are_free(baseline):
     pair = GRID_WORLD.on_policy
@@ -429,6 +451,53 @@ def test_the_row_of_the_end_is_ignored(engine, text):
     odd = replace(world.pair, reference=reference)
     a, b = (moments(pair, [parse(text)], [3], covariance="full")[0] for pair in (world.pair, odd))
     agrees(a, b.mean[-1], b.covariance[-1])
+
+
+@pytest.mark.parametrize("steep", [0.1, 0.3, 0.7, 1.1, 2.3])
+def test_what_never_varies_has_no_negative_variance(steep):
+    """One sequence has all the probability; subtracting squares would leave some variances a rounding below zero."""
+    automaton = markov(2, 0)
+    certain, lengths = np.array([[0.0, -np.inf]]), [1, 2, 3, 5, 7, 20]
+    policy, reference = tabular(automaton, np.array([[0.0, 0.4]])), log_softmax(np.array([[0.0, steep]]))
+    pair = PolicyPair(automaton, policy, reference, certain)
+    (m,) = moments(pair, [parse("k1-in-reward")], lengths, covariance="diagonal")
+    assert np.abs(m.mean).min() > 0
+    assert m.covariance.min() >= 0
+    assert m.estimate_variance.min() >= 0
+    assert_close(m.covariance / m.mean**2, np.zeros_like(m.mean))
+
+
+def test_an_overflow_of_one_configuration_leaves_the_others_alone():
+    automaton = markov(3, 1, start=(0,))
+    logits = np.array([[0.0, 0.5, -800.0], [0.3, 0.0, -800.0], [0.0, 0.0, 0.0]])
+    pair = PolicyPair(automaton, tabular(automaton, logits), log_softmax(np.zeros((3, 3))))
+    texts = ("k1-in-reward", "k3-in-loss")
+    (alone,) = moments(pair, [parse(texts[0])], [1, 3])
+    beside, overflown = moments(pair, [parse(text) for text in texts], [1, 3])
+    assert not np.isfinite(overflown.covariance).any()
+    assert alone.covariance.min() > 0
+    np.testing.assert_array_equal(beside.mean, alone.mean)
+    np.testing.assert_array_equal(beside.covariance, alone.covariance)
+
+
+def test_a_full_covariance_fits_up_to_a_bound_and_is_refused_beyond():
+    automaton = markov(2, 1, start=(0,))  # 2 contexts x 2 tokens x d^2 = 2^20 at d = 512
+    made = [linear(automaton, np.zeros((2, 2, d)), np.zeros(d)) for d in (512, 513)]
+    fits, beyond = (PolicyPair(automaton, policy, log_softmax(np.zeros((2, 2)))) for policy in made)
+    assert full_fits(fits)
+    assert not full_fits(beyond)
+    with pytest.raises(ValueError, match="a full covariance over d = 513 parameters does not fit: ask for the diag"):
+        moments(beyond, [parse("k1-in-reward")], [1], covariance="full")
+
+
+def test_no_configurations_have_no_moments():
+    assert moments(TINY.pair, [], [2]) == []
+
+
+def test_moments_cannot_be_altered():
+    (m,) = moments(TINY.pair, [parse("k1-in-reward")], [2])
+    with pytest.raises(FrozenInstanceError):
+        m.mean = np.zeros((1, 2))
 
 
 def test_a_divisor_acts_with_divide_only():
