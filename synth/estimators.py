@@ -200,7 +200,7 @@ def _full_slope(log_probs: Array, reference: Array) -> Array:
     possible = probs > 0
     zero = xp.zeros_like(log_probs)
     # a token that is never emitted adds nothing, whatever its log-ratio: 0 * inf is not NaN here
-    return xp.where(possible, probs * (xp.where(possible, log_probs, zero) - xp.where(possible, reference, zero)), zero)
+    return probs * (xp.where(possible, log_probs, zero) - xp.where(possible, reference, zero))
 
 
 def _full(log_probs: Array, reference: Array) -> Array:
@@ -289,7 +289,7 @@ def _arguments(name: str, entry: Entry, text: str | None) -> tuple[float, ...]:
         return tuple(default for _, default in entry.parameters)
     wanted = ", ".join(parameter for parameter, _ in entry.parameters)
     pieces = [piece.strip() for piece in text.split(",")]
-    if not entry.parameters or len(pieces) != len(entry.parameters):
+    if len(pieces) != len(entry.parameters):
         takes = f"takes {len(entry.parameters)}: {name}({wanted})" if entry.parameters else "takes none"
         raise ValueError(f"{name}({text}) has {len(pieces)} argument(s); it {takes}")
     values = []
