@@ -3,8 +3,8 @@
 A Comedy of Estimators (arXiv 2512.21852), section 3.3: 200 trials of N = 1,000 sequences for each length. All
 configurations of one request see the same sequences. Work is split into seeded blocks of trials, a pure function
 of the request, so the result does not depend on the number of workers, and a stored run goes on from its finished
-blocks. Standard modules that only storing, resuming or threads need are imported there: a run without them is
-short enough to feel their import.
+blocks. Modules that only storing, resuming, threads or exact baselines need are imported there: a run without them
+is short enough to feel their import.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import numpy as np
 from klgrad.analysis.store import load_block, save_block
 from klgrad.synth.configurations import Configuration
 from klgrad.synth.exact import check_lengths
-from klgrad.synth.moments import moments
 from klgrad.synth.policies import PolicyPair
 from klgrad.synth.sampling import Sampler, estimates, sampler_name
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
     from jaxtyping import Float
 
-FORMAT = 3  # of stored blocks: raise it when the same seed gives other numbers
+FORMAT = 4  # of stored blocks: raise it when the same seed gives other numbers
 _BLOCK_SEQUENCES = 50_000  # of a block
 _MOST_ENTRIES = 1 << 28
 _MOST_TOKENS = 1e13
@@ -198,10 +197,13 @@ def simulate(
 
 def _baselines(pair: PolicyPair, configurations: Sequence[Configuration], lengths: np.ndarray) -> np.ndarray:
     """``[C, L, d]`` the exact constant b of every configuration and length."""
-    constant = [c for c in configurations if c.baseline not in ("none", "loo")]
     found = np.zeros((len(configurations), len(lengths), pair.policy.parameters))
-    for m in moments(pair, constant, lengths.tolist(), covariance="none") if constant else []:
-        found[[i for i, c in enumerate(configurations) if c == m.configuration]] = m.baseline
+    constant = [c for c in configurations if c.baseline not in ("none", "loo")]
+    if constant:
+        from klgrad.synth.moments import moments
+
+        for m in moments(pair, constant, lengths.tolist(), covariance="none"):
+            found[[i for i, c in enumerate(configurations) if c == m.configuration]] = m.baseline
     return found
 
 

@@ -1,9 +1,12 @@
-"""The task of ``baseline_torch.py`` done by klgrad: same pair, configurations, counts and printed results."""
+"""The task of ``baseline_torch.py`` done by klgrad: same pair, configurations, counts, options and printed results.
+
+Options are read by hand: argparse and what it imports would be a twentieth of this process.
+"""
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 import time
 
 import numpy as np
@@ -22,29 +25,19 @@ def configurations(credit: str) -> dict[str, str]:
 
 def main() -> None:
     """Run the task and print its JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--lengths", default="5,10,20,50,100,200")
-    parser.add_argument("--trials", type=int, default=200)
-    parser.add_argument("--samples", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--credit", choices=("whole", "rtg"), default="whole")
-    arguments = parser.parse_args()
+    options = {"--lengths": "5,10,20,50,100,200", "--trials": "200", "--samples": "1000", "--seed": "0"}
+    options |= {"--credit": "whole", **dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))}
     began = time.perf_counter()
-    lengths = [int(length) for length in arguments.lengths.split(",")]
-    names = configurations(arguments.credit)
+    lengths = [int(length) for length in options["--lengths"].split(",")]
+    trials, samples, seed = (int(options[name]) for name in ("--trials", "--samples", "--seed"))
+    names = configurations(options["--credit"])
     pair = preset("far", max(lengths))
-    simulation = simulate(
-        pair,
-        [parse(name) for name in names.values()],
-        lengths,
-        trials=arguments.trials,
-        samples=arguments.samples,
-        seed=arguments.seed,
-    )
+    recipes = [parse(name) for name in names.values()]
+    simulation = simulate(pair, recipes, lengths, trials=trials, samples=samples, seed=seed)
     out = {}
     for length, gradients, truth in zip(lengths, simulation.gradients, true_gradient(pair, lengths), strict=True):
         bias = np.linalg.norm(gradients.mean(axis=0) - truth, axis=1)
-        variance = arguments.samples * gradients.var(axis=0, ddof=1).sum(axis=1)
+        variance = samples * gradients.var(axis=0, ddof=1).sum(axis=1)
         out[str(length)] = {
             name: {"bias": float(b), "variance": float(v)} for name, b, v in zip(names, bias, variance, strict=True)
         }

@@ -16,22 +16,14 @@ Shapes: E edges (context, token) in use, U units, d parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from klgrad.synth.blocks import (
-    Block,
-    Edges,
-    count_blocks,
-    edges_in_use,
-    largest_count_block,
-    largest_path_block,
-    path_blocks,
-    split,
-)
+from klgrad.synth.blocks import Block, Edges, edges_in_use, largest_path_block, path_blocks, split
 from klgrad.synth.configurations import Configuration, credit_sums, importance_ratios, loss_weights
+from klgrad.synth.counts import Counts
 from klgrad.synth.memory import keep_freed_memory
 from klgrad.synth.policies import PolicyPair
 from klgrad.synth.rows import edge_pathwise, edge_values
@@ -42,6 +34,8 @@ if TYPE_CHECKING:
 MAX_EDGES = 16  # for count and order statistics
 _BATCH_TOKENS = 1 << 19
 _BATCH_SEQUENCES = 1 << 18
+_FEW = 4  # outcomes for each sequence of a unit, up to which they are counted
+_KEPT = {"counts": "counts", "ordered": "order", "paths": "edges"}  # of a path
 
 
 class Sums(NamedTuple):
@@ -141,6 +135,7 @@ class Sampler:
         keep_freed_memory()
         self.pair, self.configurations = pair, list(configurations)
         self.name = sampler_name(pair, configurations)
+        self.of_outcomes: dict[int, dict[tuple[bool, bool], np.ndarray]] = {}  # by length, made at its first draw
         self.edges = edges_in_use(pair)
         at = (self.edges.context, self.edges.token)
         self.log_rho = (
@@ -149,14 +144,20 @@ class Sampler:
         self.tables = [_tables(pair, self.edges, configuration) for configuration in configurations]
         if self.name != "paths":
             self.values, self.linear = self._reduction()
-        largest = largest_count_block if self.name == "counts" else largest_path_block
-        most = largest(self.edges, pair.automaton.contexts, max(lengths))
-        self.plan = {int(length): split(int(length), most) for length in lengths}
-        sizes = sorted({size for plan in self.plan.values() for size in plan})
+        self.start = pair.automaton.start
+        longest, most = max(lengths), largest_path_block(self.edges, pair.automaton.contexts, max(lengths))
+        make: Callable[[list[int]], dict[int, Block]] = partial(path_blocks, pair, self.edges, keep=_KEPT[self.name])
         if self.name == "counts":
-            self.blocks = count_blocks(pair, self.edges, sizes)
-        else:
-            self.blocks = path_blocks(pair, self.edges, sizes, ordered=self.name == "ordered")
+            counts = Counts(pair, self.edges)
+            origins, largest = np.array([self.start]), counts.largest(longest, 1)
+            if largest < longest:  # a sequence takes several blocks, which start anywhere
+                origins = np.arange(pair.automaton.contexts)
+                largest = counts.largest(longest, len(origins))
+            if largest >= most:
+                most, make = largest, partial(counts.blocks, origins=origins)
+                self.start = int(np.flatnonzero(origins == self.start)[0])
+        self.plan = {int(length): split(int(length), most) for length in lengths}
+        self.blocks = make(sorted({size for plan in self.plan.values() for size in plan}))
 
     def sums(self, length: int, units: int, size: int, rng: np.random.Generator) -> list[Sums]:
         """Draw ``units`` x ``size`` sequences of the length and reduce them, one ``Sums`` per configuration."""
@@ -171,9 +172,8 @@ class Sampler:
         drawn: tuple[Block, np.ndarray] | None = None
         for size in self.plan[length]:
             block = self.blocks[size]
-            start = self.pair.automaton.start << block.bits
-            context = np.full(n, start) if drawn is None else drawn[0].base.take(drawn[1])
-            drawn = block, block.draw(context, rng)
+            context = self.start << block.bits if drawn is None else drawn[0].base.take(drawn[1])
+            drawn = block, block.draw(n, context, rng)
             yield drawn
 
     def paths(self, length: int, n: int, rng: np.random.Generator) -> Int[np.ndarray, "n T"]:
@@ -201,30 +201,58 @@ class Sampler:
         return np.stack([table.value for table in self.tables], axis=1), linear
 
     def _counts(self, length: int, units: int, size: int, rng: np.random.Generator) -> list[Sums]:
-        n = np.empty((units * size, len(self.edges)))
-        drawn = n  # the first block's counts are the counts so far; later ones are added, from one buffer
-        for block, outcome in self.outcomes(length, units * size, rng):
+        (block, outcome), *more = self.outcomes(length, units * size, rng)
+        assert block.counts is not None
+        if not more and len(block.counts) <= _FEW * size:
+            return self._from_outcomes(length, block.counts, outcome.reshape(units, size))
+        n = block.counts.take(outcome, axis=0, mode="clip")
+        drawn = np.empty_like(n) if more else n
+        for block, outcome in more:
             assert block.counts is not None
-            block.counts.take(outcome, axis=0, out=drawn, mode="clip")
-            if drawn is n:
-                drawn = np.empty_like(n)
-            else:
-                n += drawn
+            n += block.counts.take(outcome, axis=0, out=drawn, mode="clip")
         return self._from_counts(n.reshape(units, size, -1), None)
 
+    def _weights(self, n: np.ndarray) -> dict[tuple[bool, bool], np.ndarray | None]:
+        """The weight of sequences with these counts ``[..., E]``, for every kind that is needed; None for 1."""
+        out: dict[tuple[bool, bool], np.ndarray | None] = {}
+        for by_ratio, by_length in self.linear:
+            weight = np.exp(n @ self.log_rho) if by_ratio else None
+            if by_length:
+                weight = (1.0 if weight is None else weight) / n.sum(axis=-1)
+            out[by_ratio, by_length] = weight
+        return out
+
+    def _from_outcomes(self, length: int, n: np.ndarray, outcome: np.ndarray) -> list[Sums]:
+        """Whole sequences are one outcome each: how often each came is all that a unit's sums depend on."""
+        units, outcomes = len(outcome), len(n)
+        if length not in self.of_outcomes:
+            self.of_outcomes[length] = {
+                key: np.column_stack([w, (n[:, :, None] * w[:, None]).reshape(outcomes, -1)])
+                for key, weight in self._weights(n).items()
+                for w in [n if weight is None else n * weight[:, None]]
+            }
+        place = outcome + (np.arange(units) * outcomes)[:, None]
+        seen = np.bincount(place.ravel(), minlength=units * outcomes).reshape(units, outcomes).astype(float)
+        return self._sums(seen @ n, {key: seen @ table for key, table in self.of_outcomes[length].items()})
+
     def _from_counts(self, n: np.ndarray, order: np.ndarray | None) -> list[Sums]:
-        swapped, ones, d = n.transpose(0, 2, 1), np.ones(n.shape[1]), self.pair.policy.parameters
+        swapped, ones = n.transpose(0, 2, 1), np.ones(n.shape[1])
         plain = ones @ n  # as a product: numpy's sum over a middle axis is ten times slower
-        c = plain @ self.values
-        out: dict[int, Sums] = {}
-        for (by_ratio, by_length), (members, matrix) in self.linear.items():
+        statistics = {}
+        for key, weight in self._weights(n).items():
             single, weighted = plain, n
-            if by_ratio or by_length:
-                weight = np.exp(n @ self.log_rho) if by_ratio else np.ones(n.shape[:2])
-                weighted = n * (weight / n.sum(axis=2) if by_length else weight)[..., None]
+            if weight is not None:
+                weighted = n * weight[..., None]
                 single = ones @ weighted
-            statistics = [single, (swapped @ weighted).reshape(len(n), -1), *(() if order is None else (order,))]
-            found = (np.concatenate(statistics, axis=1) @ matrix).reshape(len(n), len(members), -1)
+            parts = [single, (swapped @ weighted).reshape(len(n), -1), *(() if order is None else (order,))]
+            statistics[key] = np.concatenate(parts, axis=1)
+        return self._sums(plain, statistics)
+
+    def _sums(self, plain: np.ndarray, statistics: dict[tuple[bool, bool], np.ndarray]) -> list[Sums]:
+        """From ``[U, E]`` sums of n and, under each weight, of n, n n^T and the order."""
+        c, d, out = plain @ self.values, self.pair.policy.parameters, {}
+        for key, (members, matrix) in self.linear.items():
+            found = (statistics[key] @ matrix).reshape(len(plain), len(members), -1)
             for k, i in enumerate(members):
                 x, y, cy = (found[:, k, a : a + d] for a in (0, d, 2 * d))
                 out[i] = Sums(x, y, cy, c[:, i], found[:, k, -1])

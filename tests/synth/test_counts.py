@@ -1,0 +1,93 @@
+"""Blocks of counts against whole paths, and draws against the probabilities they are made from."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from strategies import worlds
+
+from klgrad.synth.automata import markov
+from klgrad.synth.blocks import edges_in_use, path_blocks
+from klgrad.synth.counts import Counts
+from klgrad.synth.policies import PolicyPair, log_softmax, tabular
+from klgrad.synth.presets import preset
+
+
+def law(block, context):
+    """Outcome (last context, counts) -> probability, of a block from the given one of its contexts."""
+    mass = np.diff(block.cumulative, prepend=0.0)
+    here = np.ceil(block.cumulative - 1e-12) == context + 1
+    out = {}
+    for last, counts, p in zip(block.successor[here], block.counts[here], mass[here], strict=True):
+        key = (int(last), *counts.astype(int).tolist())
+        out[key] = out.get(key, 0.0) + p
+    return out
+
+
+@given(worlds(longest=4))
+def test_counts_have_the_law_of_whole_paths(world):
+    """Every context to start from, with an end and without; paths are enumerated, counts move by flow equations."""
+    pair, edges, S = world.pair, edges_in_use(world.pair), world.pair.automaton.contexts
+    counts = Counts(pair, edges)
+    sizes = list(range(1, min(world.length, counts.largest(world.length, S)) + 1))
+    if len(edges) > 16 or not sizes:
+        return
+    found, paths = counts.blocks(sizes, np.arange(S)), path_blocks(pair, edges, sizes, "counts")
+    single = counts.blocks(sizes, np.array([pair.automaton.start]))
+    for k in sizes:
+        assert np.array_equal(found[k].counts, np.rint(found[k].counts))
+        for context in range(S):
+            one, two = law(found[k], context), law(paths[k], context)
+            assert max(abs(one.get(key, 0.0) - two.get(key, 0.0)) for key in {*one, *two, 0}) < 1e-14
+            if context == pair.automaton.start:
+                alone = law(single[k], 0)
+                assert max(abs(one.get(key, 0.0) - alone.get(key, 0.0)) for key in {*one, *alone}) < 1e-14
+
+
+@pytest.mark.parametrize("name", ["near", "far", "stale"])
+def test_counts_leave_out_only_what_no_draw_could_tell(name):
+    """Expected counts at a long length are those of the chain: what is cut off weighs nothing."""
+    pair = preset(name, 150)
+    edges = edges_in_use(pair)
+    block = Counts(pair, edges).blocks([150], np.array([pair.automaton.start]))[150]
+    probability = np.diff(block.cumulative, prepend=0.0)
+    context, expected = np.eye(pair.automaton.contexts)[pair.automaton.start], np.zeros(len(edges))
+    move = np.exp(pair.sampler)[edges.context, edges.token]
+    for _ in range(150):
+        emitted = context[edges.context] * move
+        expected += emitted
+        context = np.bincount(pair.automaton.next_context[edges.context, edges.token], emitted, len(context))
+    assert np.allclose(probability @ block.counts, expected, rtol=1e-12)
+    assert np.array_equal(block.counts.sum(axis=1), np.full(len(probability), 150.0))
+
+
+def test_certain_tokens_and_separate_cycles_are_counted():
+    """A chain that falls apart: two contexts that are never left need counts of their own."""
+    automaton = markov(3, 1, start=(0,))
+    logits = np.array([[-np.inf, 1.0, 0.0], [-np.inf, 0.0, -np.inf], [-np.inf, -np.inf, 0.0]])
+    policy = tabular(automaton, np.where(np.isfinite(logits), logits, -800.0))
+    pair = PolicyPair(automaton, policy, log_softmax(np.zeros((3, 3))))
+    edges = edges_in_use(pair)
+    found = law(Counts(pair, edges).blocks([7], np.array([0]))[7], 0)
+    drawn = {key: p for key, p in found.items() if p > 1e-12}
+    assert sorted(drawn) == sorted(
+        (v, *(np.bincount(edges.number[[0] + [v] * 6, [v] * 7], minlength=len(edges)))) for v in (1, 2)
+    )
+    assert drawn[next(key for key in drawn if key[0] == 1)] == pytest.approx(1 / (1 + np.exp(-1)), abs=1e-12)
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_draws_follow_the_probabilities(bits, monkeypatch):
+    """Chi-square over 200,000 draws at a false-alarm rate of 1e-4; with few bits most draws are resolved finely."""
+    from scipy.stats import chi2
+
+    monkeypatch.setattr("klgrad.synth.blocks._GUIDE_ENTRIES", 1 << bits)
+    pair = preset("near", 12)
+    block = Counts(pair, edges_in_use(pair)).blocks([12], np.array([pair.automaton.start]))[12]
+    assert block.bits == bits
+    expected = 200_000 * np.diff(block.cumulative, prepend=0.0)
+    drawn = block.draw(200_000, 0, np.random.Generator(np.random.SFC64(5)))
+    seen = np.bincount(drawn, minlength=len(expected))
+    often = expected > 10
+    terms = (seen[often] - expected[often]) ** 2 / expected[often]
+    assert terms.sum() < chi2.isf(1e-4, often.sum())
+    assert seen[~often].sum() < expected[~often].sum() + 5 * np.sqrt(expected[~often].sum()) + 5
