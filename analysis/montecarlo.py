@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 FORMAT = 4  # of stored blocks: raise it when the same seed gives other numbers
-_BLOCK_SEQUENCES = 50_000  # of a block
+_BLOCK_SEQUENCES = 100_000  # of a block
 _MOST_ENTRIES = 1 << 28
 _MOST_TOKENS = 1e13
 

@@ -47,8 +47,9 @@ class Counts:
                 system[row] /= system[row, edge]
                 system -= np.where(each_row != row, system[:, edge], 0.0)[:, None] * system[row]
                 rows[edge] = row
-        self.bound, self.free = np.array(list(rows)), np.array([e for e in range(E) if e not in rows], dtype=np.intp)
-        solved = system[list(rows.values())]
+        self.bound = np.array(list(rows), np.intp)
+        self.free = np.delete(each, self.bound)
+        solved = system[np.array(list(rows.values()), np.intp)]
         self.from_flow, self.from_free = solved[:, E:].T, -solved[:, self.free].T
 
     def most(self, k: int) -> np.ndarray:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
+_FEW_CONTEXTS = 64  # up to which contexts move by one matrix
 _MOST_VISITS = 1 << 27  # entries of the true gradient's two tables over time and contexts
 
 
@@ -44,6 +45,13 @@ def _forward(pair: PolicyPair, probs: np.ndarray, mass: np.ndarray) -> np.ndarra
     """One step of context probabilities; mass that has ended leaves."""
     flow = mass[:, None] * probs
     return np.bincount(pair.automaton.next_context.ravel(), flow.ravel(), minlength=len(mass))
+
+
+def _transitions(pair: PolicyPair, probs: np.ndarray) -> np.ndarray:
+    """``[S, S]`` the probability of each next context."""
+    move = np.zeros((len(probs), len(probs)))
+    np.add.at(move, (np.arange(len(probs))[:, None], pair.automaton.next_context), probs)
+    return move
 
 
 def visitation(
@@ -134,14 +142,16 @@ def true_gradient(pair: PolicyPair, lengths: Sequence[int]) -> Float[np.ndarray,
     mass = np.zeros((longest, automaton.contexts))
     to_go = np.zeros((longest, automaton.contexts))  # KL-to-go with k tokens left
     mass[0, automaton.start] = 1.0
+    few = automaton.contexts <= _FEW_CONTEXTS
+    move, kl = _transitions(pair, probs) if few else np.zeros((0, 0)), (probs * pair.log_ratio).sum(axis=1)
     for t in range(1, longest):
-        mass[t] = _forward(pair, probs, mass[t - 1])
-        to_go[t] = (probs * (pair.log_ratio + to_go[t - 1][automaton.next_context])).sum(axis=1)
+        mass[t] = mass[t - 1] @ move if few else _forward(pair, probs, mass[t - 1])
+        to_go[t] = kl + (move @ to_go[t - 1] if few else (probs * to_go[t - 1][automaton.next_context]).sum(axis=1))
     weighted = probs[..., None] * pair.policy.scores
     out = np.empty((len(wanted), pair.policy.parameters))
     for i, length in enumerate(wanted):
         # pairs of (context, successor) in one matrix product over time, then spread over tokens
-        joint = mass[:length].T @ to_go[:length][::-1] if automaton.contexts <= 64 else None
+        joint = mass[:length].T @ to_go[:length][::-1] if few else None
         if joint is not None:
             future = np.take_along_axis(joint, automaton.next_context, axis=1)
         else:

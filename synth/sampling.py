@@ -281,24 +281,32 @@ class Sampler:
     # -- paths: tokens of one batch, weighted by the formula, collected by unit and edge
 
     def _paths(self, length: int, units: int, size: int, rng: np.random.Generator) -> list[Sums]:
+        E, d = len(self.edges), self.pair.policy.parameters
         rows = max(1, _BATCH_TOKENS // length)
-
-        def part(first: int) -> list[Sums]:
+        totals = [
+            Sums(*(np.zeros((units, d)) for _ in range(3)), *(np.zeros(units) for _ in range(2))) for _ in self.tables
+        ]
+        for first in range(0, units * size, rows):
             unit = np.arange(first, min(first + rows, units * size)) // size
-            batch = _Batch(self.paths(length, len(unit), rng), unit, units, len(self.edges), self.log_rho)
-            return [batch.sums(table) for table in self.tables]
-
-        return _total(map(part, range(0, units * size, rows)))
+            here = slice(int(unit[0]), int(unit[-1]) + 1)
+            batch = _Batch(self.paths(length, len(unit), rng), unit - unit[0], E, self.log_rho)
+            for total, table in zip(totals, self.tables, strict=True):
+                for whole, part in zip(total, batch.sums(table), strict=True):
+                    whole[here] += part
+        return totals
 
 
 class _Batch:
-    """One batch of paths, reduced for one configuration after another; what they share is computed once."""
+    """One batch of paths, reduced for one configuration after another; what they share is computed once.
 
-    def __init__(self, path: np.ndarray, unit: np.ndarray, units: int, edges: int, log_rho: np.ndarray) -> None:
-        self.path, self.unit, self.units, self.edges = path.astype(np.intp), unit, units, edges
+    Weights are ``[n, T]``, or ``[n, 1]`` where a sequence's tokens have the same.
+    """
+
+    def __init__(self, path: np.ndarray, unit: np.ndarray, edges: int, log_rho: np.ndarray) -> None:
+        self.path, self.unit, self.units, self.edges = path.astype(np.intp), unit, int(unit[-1]) + 1, edges
         self.log_rho = np.append(log_rho, 0.0)
-        self.place = (unit[:, None] * (edges + 1) + self.path).ravel()
-        self.length = (path < edges).sum(axis=1, keepdims=True)
+        self.place = (self.path + (unit * (edges + 1))[:, None]).ravel()
+        self.one = np.ones((len(path), 1))
         self.shared: dict[tuple[str, ...], Any] = {}
 
     def once(self, key: tuple[str, ...], make: Callable[[], Any]) -> Any:
@@ -309,36 +317,60 @@ class _Batch:
 
     def by_edge(self, weight: np.ndarray) -> np.ndarray:
         """``[U, E]`` sum of each token's weight, by unit and edge."""
-        full = np.ascontiguousarray(np.broadcast_to(weight, self.path.shape)).ravel()
-        return np.bincount(self.place, full, self.units * (self.edges + 1)).reshape(self.units, -1)[:, : self.edges]
+        each = None if weight is self.one else np.broadcast_to(weight, self.path.shape).ravel()
+        found = np.bincount(self.place, each, self.units * (self.edges + 1))
+        return found.reshape(self.units, -1)[:, : self.edges].astype(float, copy=False)
+
+    def ratios(self, ratio: str) -> tuple[np.ndarray, np.ndarray]:
+        """As ``importance_ratios``."""
+        if ratio == "none":
+            return self.one, self.one
+        log_rho = self.log_rho.take(self.path)
+        if ratio == "sequence":
+            whole = np.exp(log_rho.sum(axis=1, keepdims=True))
+            return whole, whole
+        own, before = importance_ratios(ratio, log_rho, np)
+        return own, self.one if ratio == "token" else before
 
     def sums(self, table: _Tables) -> Sums:
         """The configuration's sums over this batch."""
-        configuration, ratio = table.configuration, table.configuration.ratio
+        configuration, ratio, once = table.configuration, table.configuration.ratio, self.once
         key = (str(configuration.estimator), str(configuration.rollout_value))
-        value = self.once(("value", *key), lambda: np.append(table.value, 0.0).take(self.path))
-        c = self.once(("c", *key), lambda: value.sum(axis=1, keepdims=True))
-        own, before = self.once(("ratio", ratio), lambda: importance_ratios(ratio, self.log_rho.take(self.path), np))
-        per_token = configuration.aggregation == "length-mean"
-        divisor = self.length if per_token else 1.0
         shared = (ratio, configuration.aggregation)
-        own_by_edge = self.once(("own", *shared), lambda: self.by_edge(own / divisor))
-        y = own_by_edge @ table.plain_score
-        cy = (
-            self.by_edge(c * own / divisor) @ table.plain_score if configuration.baseline == "loo" else np.zeros_like(y)
-        )
-        weight = loss_weights(configuration, own, before)
-        x = np.zeros_like(y)
-        if configuration.in_reward:
+        value = once(("value", *key), lambda: np.append(table.value, 0.0).take(self.path))
+        c = once(("c", *key), lambda: value.sum(axis=1, keepdims=True))
+        own, before = once(("ratio", ratio), lambda: self.ratios(ratio))
+        per_token = configuration.aggregation == "length-mean"
+        length = once(("length",), lambda: (self.path < self.edges).sum(axis=1, keepdims=True)) if per_token else None
+
+        def collect(weight: np.ndarray, terms: np.ndarray) -> np.ndarray:
+            return self.by_edge(weight if length is None else weight / length) @ terms
+
+        def credit() -> np.ndarray:
+            if configuration.credit == "whole" and ratio != "prefix":
+                return own * c
             inside = before if configuration.estimator.full and ratio == "prefix" else own
-            credit = credit_sums(configuration, value, own, inside, np)
-            x = x + self.by_edge(credit / divisor) @ table.plain_score
+            return credit_sums(configuration, value, own, inside, np)
+
+        weight = loss_weights(configuration, own, before)
+        kind = "own" if weight is own else "before"
+        y = once(("y", *shared), lambda: collect(own, table.plain_score))
+        loo = configuration.baseline == "loo"
+        cy = once(("cy", *shared, *key), lambda: collect(c * own, table.plain_score)) if loo else np.zeros_like(y)
+        parts = []
+        if configuration.in_reward:
+            reward = ("reward", configuration.credit, *shared, *key)
+            parts.append(once(reward, lambda: collect(credit(), table.plain_score)))
         if configuration.in_loss:
-            kind = "own" if weight is own else "before"
-            x = x + self.once((kind, *shared), lambda: self.by_edge(weight / divisor)) @ table.plain_pathwise
-        estimate = (weight * value).sum(axis=1) / (self.length[:, 0] if per_token else 1.0)
-        total = Sums(x, y, cy, self._by_unit(c[:, 0]), self._by_unit(estimate))
-        return _scaled(total, configuration)
+            parts.append(once(("loss", kind, *shared, *key), lambda: collect(weight, table.plain_pathwise)))
+        estimate = once(("estimate", kind, *shared, *key), lambda: self._estimate(weight, value, c, length))
+        return _scaled(Sums(sum(parts), y, cy, self._by_unit(c[:, 0]), self._by_unit(estimate)), configuration)
+
+    @staticmethod
+    def _estimate(weight: np.ndarray, value: np.ndarray, c: np.ndarray, length: np.ndarray | None) -> np.ndarray:
+        """``[n]`` sum of weighted values."""
+        total = weight * c if weight.shape[1] == 1 else (weight * value).sum(axis=1, keepdims=True)
+        return (total if length is None else total / length)[:, 0]
 
     def _by_unit(self, each: np.ndarray) -> np.ndarray:
         return np.bincount(self.unit, each, self.units)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from strategies import worlds
 
-from klgrad.synth.automata import markov
+from klgrad.synth.automata import Automaton, markov
 from klgrad.synth.blocks import edges_in_use, path_blocks
 from klgrad.synth.counts import Counts
 from klgrad.synth.policies import PolicyPair, log_softmax, tabular
@@ -91,3 +91,14 @@ def test_draws_follow_the_probabilities(bits, monkeypatch):
     terms = (seen[often] - expected[often]) ** 2 / expected[often]
     assert terms.sum() < chi2.isf(1e-4, often.sum())
     assert seen[~often].sum() < expected[~often].sum() + 5 * np.sqrt(expected[~often].sum()) + 5
+
+
+def test_contexts_that_are_never_left_but_for_the_end_need_no_equations():
+    """Two tokens that stay and none that ends: with an end there is no length to tell their counts by."""
+    pair = PolicyPair(
+        Automaton(np.array([[0, 0], [1, 1]]), start=0, end=1),
+        tabular(Automaton(np.array([[0, 0], [1, 1]]), start=0, end=1), np.zeros((2, 2))),
+        log_softmax(np.zeros((2, 2))),
+    )
+    found = law(Counts(pair, edges_in_use(pair)).blocks([3], np.array([0]))[3], 0)
+    assert found == pytest.approx({(0, 0, 3): 1 / 8, (0, 1, 2): 3 / 8, (0, 2, 1): 3 / 8, (0, 3, 0): 1 / 8})
