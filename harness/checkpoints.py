@@ -11,8 +11,11 @@ import torch
 
 from klgrad.files import whole_folder, write_whole
 from klgrad.harness.models import load
+from klgrad.harness.recipe import Recipe
 from klgrad.harness.rollouts import Rollouts
 from klgrad.harness.state import Experience, Run
+
+STATE = "state.pt"  # what only a checkpoint of the own loop holds
 
 
 def save(run: Run, out: Path, *, name: str = "") -> Path:
@@ -27,33 +30,49 @@ def save(run: Run, out: Path, *, name: str = "") -> Path:
             "step": run.step, "drawn": run.drawn, "optimizer": run.optimizer.state_dict(), "reference": reference,
             "queue": [(vars(e.rollouts), e.rewards, e.version) for e in run.queue],
         }  # fmt: skip
-        torch.save(state, fresh / "state.pt")
+        torch.save(state, fresh / STATE)
     return folder
 
 
-def latest(out: Path) -> Path | None:
-    """The checkpoint of the most rounds, if there is one."""
-    found = [path for path in out.glob("step-*") if path.name[5:].isdigit() and (path / "state.pt").is_file()]
-    return max(found, key=lambda path: int(path.name[5:]), default=None)
+def latest(out: Path, state: str = STATE) -> Path | None:
+    """The checkpoint of the most rounds, if there is one.
+
+    Raises:
+        ValueError: when it was written by the other backend, whose state is another file.
+    """
+    found = [path for path in out.glob("step-*") if path.name[5:].isdigit()]
+    folder = max(found, key=lambda path: int(path.name[5:]), default=None)
+    if folder is not None and not (folder / state).is_file():
+        raise ValueError(f"{folder} lacks {state}: go on with the backend that wrote it, or remove it")
+    return folder
+
+
+def check_recipe(folder: Path, recipe: Recipe) -> None:
+    """A run goes on with the recipe it began with; only ``steps`` and how often things are written may differ.
+
+    Raises:
+        ValueError: for a checkpoint of another recipe.
+    """
+    then, now = json.loads((folder / "recipe.json").read_text()), json.loads(json.dumps(recipe.to_dict()))
+    free = ("steps", "checkpoint_every", "evaluate_every", "device", "source", "note")
+    other = [key for key in now if key not in free and then.get(key) != now[key]]
+    if other:
+        was = ", ".join(f"{key} = {then.get(key)!r}" for key in other)
+        raise ValueError(f"{folder} was trained with {was}: resume with the same recipe, or give another --out")
 
 
 def restore(run: Run, out: Path) -> None:
     """Put the last checkpoint of ``out`` into a run at step 0; nothing without one.
 
     Raises:
-        ValueError: for a checkpoint of another recipe (only ``steps`` and how often things are written may differ).
+        ValueError: for a checkpoint of another recipe.
     """
     folder = latest(out)
     if folder is None:
         return
-    then, now = json.loads((folder / "recipe.json").read_text()), json.loads(json.dumps(run.recipe.to_dict()))
-    free = ("steps", "checkpoint_every", "evaluate_every", "device", "source", "note")
-    other = [key for key in now if key not in free and then.get(key) != now[key]]
-    if other:
-        was = ", ".join(f"{key} = {then.get(key)!r}" for key in other)
-        raise ValueError(f"{folder} was trained with {was}: resume with the same recipe, or give another --out")
+    check_recipe(folder, run.recipe)
     try:
-        state = torch.load(folder / "state.pt", map_location=run.recipe.device, weights_only=True)
+        state = torch.load(folder / STATE, map_location=run.recipe.device, weights_only=True)
     except Exception as error:
         raise ValueError(f"{folder / 'state.pt'} cannot be read ({error}): remove that checkpoint") from None
     saved, _ = load(str(folder), device=run.recipe.device)

@@ -159,13 +159,14 @@ def load(name: str, changes: Sequence[str] = ()) -> Recipe:
 
 def changed(recipe: Recipe, changes: Sequence[str]) -> Recipe:
     """The recipe with ``key=value`` changes."""
-    return replace(recipe, **_typed(dict(_change(text) for text in changes))) if changes else recipe
+    return replace(recipe, **_typed(dict(change(text) for text in changes))) if changes else recipe
 
 
-def _change(text: str) -> tuple[str, Any]:
+def change(text: str, option: str = "--set", example: str = "beta=0.1") -> tuple[str, Any]:
+    """Key and value of ``key=value``, the value as in TOML; bare words are text."""
     key, equals, value = (piece.strip() for piece in text.partition("="))
     if not equals:
-        raise ValueError(f"--set {text!r}: write KEY=VALUE, such as --set beta=0.1")
+        raise ValueError(f"{option} {text!r}: write KEY=VALUE, such as {option} {example}")
     try:
         return key, tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:

@@ -67,20 +67,20 @@ def train(
         OSError: when the disk refuses; earlier checkpoints are untouched.
     """
     run = start(recipe)
-    lines = _resumed(run, out) if resume else _fresh(out)
-    writer = _tensorboard(out) if tensorboard else None
+    lines = _resumed(run, out) if resume else fresh(out)
+    writer = tensorboard_writer(out) if tensorboard else None
     try:
         while run.step < recipe.steps:
             line = train_round(run, out)
             lines.append(line)
             checkpoints.append_line(out / "metrics.jsonl", line)
             if writer:
-                _write(writer, line)
+                write_scalars(writer, line)
             done = run.step == recipe.steps
             asked = stop()
-            if _every(recipe.evaluate_every, run.step) or done:
+            if every(recipe.evaluate_every, run.step) or done:
                 checkpoints.append_line(out / "evaluations.jsonl", {"step": run.step, **evaluations(run)})
-            if _every(recipe.checkpoint_every, run.step) or done or asked:
+            if every(recipe.checkpoint_every, run.step) or done or asked:
                 checkpoints.save(run, out)
             if progress:
                 progress(run.step, recipe.steps)
@@ -97,11 +97,13 @@ def train(
     return lines
 
 
-def _every(period: int, step: int) -> bool:
+def every(period: int, step: int) -> bool:
+    """Whether something is due after that many rounds; 0: never."""
     return period > 0 and step % period == 0
 
 
-def _fresh(out: Path) -> list[dict[str, Any]]:
+def fresh(out: Path) -> list[dict[str, Any]]:
+    """The folder of a new run, which has no lines yet."""
     out.mkdir(parents=True, exist_ok=True)
     if (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size:
         raise ValueError(f"{out} holds a run already: go on with --resume, or give another folder with --out")
@@ -141,10 +143,10 @@ def start(recipe: Recipe) -> Run:
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay, fused=False
     )
-    return Run(recipe, policy, reference, tokenizer, optimizer, _problems(recipe))
+    return Run(recipe, policy, reference, tokenizer, optimizer, problems_of(recipe))
 
 
-def _problems(recipe: Recipe) -> Iterator[tuple[Task, Problem]]:
+def problems_of(recipe: Recipe) -> Iterator[tuple[Task, Problem]]:
     """Problems of the tasks in turn, from one stream a run."""
     sources = [(judge, judge.problems("train", recipe.seed)) for judge in map(task, recipe.tasks)]
     for judge, stream in itertools.cycle(sources):
@@ -175,13 +177,13 @@ def train_round(run: Run, out: Path) -> dict[str, Any]:
     experience, staleness = run.queue[0], run.step - run.queue[0].version
     for group in run.optimizer.param_groups:
         group["lr"] = recipe.learning_rate * min(1.0, (run.step + 1) / max(recipe.warmup, 1))
-    seen = _Statistics()
+    seen = Statistics()
     advantages = ADVANTAGES[recipe.advantage](experience.rewards, recipe.group)
     for rows in _splits(len(experience.rewards), (recipe.minibatch or recipe.batch) * recipe.group):
         _optimise(run, experience, advantages, rows, seen, out)
     run.queue.pop(0)
     run.step += 1
-    if run.reference is not None and _every(recipe.reset_every, run.step):
+    if run.reference is not None and every(recipe.reset_every, run.step):
         run.reference.load_state_dict(run.policy.state_dict())
     return {
         "step": run.step, "staleness": staleness, "reward": float(experience.rewards.mean()),
@@ -214,7 +216,7 @@ def draw(run: Run) -> Experience:
     return Experience(rollouts, torch.tensor(rewards, device=recipe.device), run.step)
 
 
-def _optimise(run: Run, experience: Experience, advantages: Tensor, rows: slice, seen: _Statistics, out: Path) -> None:
+def _optimise(run: Run, experience: Experience, advantages: Tensor, rows: slice, seen: Statistics, out: Path) -> None:
     """One optimiser step on some rows, accumulated over what fits in memory."""
     recipe, objective = run.recipe, objective_of(run.recipe)
     run.optimizer.zero_grad(set_to_none=True)
@@ -262,8 +264,8 @@ def score(run: Run, rollouts: Rollouts) -> dict[str, Tensor]:
     )  # fmt: skip
 
 
-class _Statistics:
-    """What happened in the minibatches of one round."""
+class Statistics:
+    """What happened in the minibatches of one round, summed up as a line of metrics."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
@@ -320,7 +322,12 @@ def evaluations(run: Run) -> dict[str, Any]:
     return found
 
 
-def _tensorboard(out: Path) -> Any:
+def tensorboard_writer(out: Path) -> Any:
+    """Where the scalars of a run go.
+
+    Raises:
+        ValueError: without the package.
+    """
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -328,6 +335,7 @@ def _tensorboard(out: Path) -> Any:
     return SummaryWriter(str(out))
 
 
-def _write(writer: Any, line: dict[str, Any]) -> None:
+def write_scalars(writer: Any, line: dict[str, Any]) -> None:
+    """A line of metrics as scalars."""
     for name, value in line.items():
         writer.add_scalar(name, value, line["step"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,33 @@ from klgrad.commands.options import out_option
 @set_option
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint in the --out folder.")
 @click.option("--tensorboard", is_flag=True, help="Also write TensorBoard events.")
+@click.option(
+    "--backend",
+    type=click.Choice(["own", "trl"]),
+    default="own",
+    show_default=True,
+    help="Who trains: klgrad's loop, in one process, or TRL's trainer, also in several.",
+)
+@click.option(
+    "--trl",
+    "options",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="A setting of TRL's RLOOConfig that the recipe leaves open, such as use_vllm=true; may be repeated.",
+)
+@click.option("--lora", type=click.IntRange(min=1), metavar="RANK", help="Train only a LoRA adapter (backend trl).")
 @out_option
 @quiet_option
-@click.pass_context
 def train(
-    ctx: click.Context, recipe: str, changes: tuple[str, ...], resume: bool, tensorboard: bool, out: Path, quiet: bool
+    recipe: str,
+    changes: tuple[str, ...],
+    resume: bool,
+    tensorboard: bool,
+    backend: str,
+    options: tuple[str, ...],
+    lora: int | None,
+    out: Path,
+    quiet: bool,
 ) -> None:
     """Fine-tune with verifiable rewards and a KL by RECIPE, a TOML file or the name of one that comes with klgrad.
 
@@ -31,11 +56,17 @@ def train(
     \b
     klgrad llm train tiny-rloo --set model=out/tiny --set beta=0.1 --out out/run
     klgrad llm recipes
+
+    With --backend trl it runs in as many processes as are started:
+
+    \b
+    accelerate launch --num_processes 8 -m klgrad.cli llm train RECIPE --backend trl
     """
     from klgrad.harness.train import Stopped
-    from klgrad.harness.train import train as run
 
     given = recipe_of(recipe, changes)
+    run = _backend(backend, options, lora)
+    quiet = quiet or os.environ.get("RANK", "0") != "0"  # of several processes, the first one speaks
     with _patience() as stop, Progress(recipe, quiet) as progress:
         try:
             lines = run(given, out, resume=resume, tensorboard=tensorboard, progress=progress, stop=stop)
@@ -51,6 +82,19 @@ def train(
         click.echo(
             f"round {last['step']}: {', '.join(parts)}\nwrote {out / 'metrics.jsonl'} and {out}/step-{last['step']}"
         )
+
+
+def _backend(name: str, options: tuple[str, ...], lora: int | None) -> Callable[..., list[dict[str, Any]]]:
+    """The function that trains."""
+    if name == "trl":
+        from klgrad.harness import trl_backend
+
+        return partial(trl_backend.train, options=options, lora=lora or 0)
+    if options or lora:
+        raise ValueError(f"{'--trl' if options else '--lora'} is for TRL's trainer: add --backend trl")
+    from klgrad.harness.train import train
+
+    return train
 
 
 class _patience:
