@@ -1,10 +1,12 @@
 """CPU seconds of a training step of klgrad's own loop and of TRL's stock RLOOTrainer: same model, batch and lengths.
 
-    klgrad llm pretrain --out out/tiny && pip install trl && python benchmarks/llm_step.py out/tiny
+    klgrad llm pretrain --out out/tiny && pip install trl && python benchmarks/llm_step.py out/tiny [PROMPTS RESPONSES]
 
-One thread, CPU; 16 prompts x 5 responses of at most 8 tokens, RLOO with k1 in the reward. klgrad's time holds the exact
-full-vocabulary monitors, TRL's its own logging. CPU time on one thread, so that other load on the machine counts
-little; the two are measured in turn. Prints one JSON object: the median over repetitions of the mean over steps.
+One thread, CPU; 16 prompts x 5 responses (or as given) of at most 8 tokens, RLOO with k1 in the reward, AdamW, one
+update a batch, gradients clipped to norm 1, a line of metrics a step on both sides. klgrad runs with its exact
+full-vocabulary monitors and without. Sides take turns within a round, and what is compared is CPU time, so that other
+load on the machine counts little. Prints one JSON object: for each side the median of the rounds' means over steps,
+and the median, least and greatest of TRL's time over klgrad's within a round.
 """
 
 import json
@@ -17,15 +19,16 @@ from pathlib import Path
 
 import torch
 
-STEPS, ROUNDS = 8, 3
+STEPS, ROUNDS = 8, 5
 
 
-def own(model: str) -> float:
+def own(model: str, prompts: int, responses: int, *, monitor: bool) -> float:
     """Mean CPU seconds of a round, after one to warm up."""
     from klgrad.harness.recipe import load
     from klgrad.harness.train import start, train_round
 
-    run = start(load("tiny-rloo", [f"model={model}", "beta=0.05"]))
+    changes = [f"batch={prompts}", f"group={responses}", f"kl=k1-in-reward+loo={responses}", "beta=0.05"]
+    run = start(load("tiny-rloo", [f"model={model}", *changes, f"monitor={str(monitor).lower()}"]))
     with tempfile.TemporaryDirectory() as folder:
         train_round(run, Path(folder))
         began = time.process_time()
@@ -34,7 +37,7 @@ def own(model: str) -> float:
     return (time.process_time() - began) / STEPS
 
 
-def trl(model: str) -> float:
+def trl(model: str, prompts: int, responses: int) -> float:
     """Mean CPU seconds between the ends of steps, after the first."""
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -44,7 +47,7 @@ def trl(model: str) -> float:
     from klgrad.harness.tasks import task
 
     countdown = task("countdown")
-    problems = {p.prompt: p for p in islice(countdown.problems("train", 0), 16 * (STEPS + 2))}
+    problems = {p.prompt: p for p in islice(countdown.problems("train", 0), prompts * (STEPS + 2))}
     ends: list[float] = []
 
     class Clock(TrainerCallback):
@@ -58,9 +61,9 @@ def trl(model: str) -> float:
     tokenizer.padding_side = "left"
     with tempfile.TemporaryDirectory() as folder:
         config = RLOOConfig(
-            output_dir=folder, per_device_train_batch_size=80, num_generations=5, max_completion_length=8, beta=0.05,
-            learning_rate=2e-4, max_steps=STEPS + 1, use_cpu=True, bf16=False, report_to=[], save_strategy="no",
-            disable_tqdm=True, logging_steps=1, gradient_checkpointing=False,
+            output_dir=folder, per_device_train_batch_size=prompts * responses, num_generations=responses,
+            max_completion_length=8, beta=0.05, learning_rate=2e-4, max_steps=STEPS + 1, use_cpu=True, bf16=False,
+            report_to=[], save_strategy="no", disable_tqdm=True, logging_steps=1, gradient_checkpointing=False,
         )  # fmt: skip
         RLOOTrainer(
             model=loaded.model, reward_funcs=reward, args=config, processing_class=tokenizer, callbacks=[Clock()],
@@ -69,13 +72,25 @@ def trl(model: str) -> float:
     return (ends[-1] - ends[0]) / (len(ends) - 1)
 
 
-def main(model: str) -> None:
+def main(model: str, prompts: str = "16", responses: str = "5") -> None:
     torch.set_num_threads(1)
     if not Path(model).is_dir():
         sys.exit(f"{model} is no folder: make it with  klgrad llm pretrain --out {model}")
-    ours, theirs = zip(*((own(model), trl(model)) for _ in range(ROUNDS)), strict=True)
-    a, b = statistics.median(ours), statistics.median(theirs)
-    print(json.dumps({"klgrad_s": a, "trl_s": b, "times": b / a, "klgrad_all": ours, "trl_all": theirs}))
+    shape = int(prompts), int(responses)
+    found: dict[str, list[float]] = {"monitored": [], "bare": [], "trl": []}
+    for _ in range(ROUNDS):
+        found["monitored"].append(own(model, *shape, monitor=True))
+        found["trl"].append(trl(model, *shape))
+        found["bare"].append(own(model, *shape, monitor=False))
+    ratios = {
+        side: sorted(b / a for a, b in zip(found[side], found["trl"], strict=True)) for side in ("monitored", "bare")
+    }
+    print(json.dumps({
+        "prompts": shape[0], "responses": shape[1],
+        "seconds": {side: statistics.median(times) for side, times in found.items()},
+        "times": {side: [statistics.median(r), r[0], r[-1]] for side, r in ratios.items()},
+        "all": found,
+    }))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -39,6 +39,13 @@ class LanguageModel(Protocol):
         ``mask [B, past + L]`` is True for real tokens, those in the cache included; padding comes first.
         """
 
+    @property
+    def forks(self) -> bool:
+        """Whether ``fork`` can be used; without, every response reads its own prompt."""
+
+    def fork(self, cache: Any, rows: Tensor) -> Any:
+        """The cache of these rows ``[B']`` of it, any of them more than once, with its graph; ends the one given."""
+
     def head(self, features: Tensor) -> Tensor:
         """``[..., H] -> [..., V]`` next-token logits."""
 
@@ -56,6 +63,7 @@ class CausalLM(nn.Module):
         self.model = model
         self.autocast = autocast
         self.split = self._is_plain()
+        self._can_fork = self._forks()
 
     def _is_plain(self) -> bool:
         token = torch.zeros((1, 1), dtype=torch.long, device=self.model.device)
@@ -63,6 +71,25 @@ class CausalLM(nn.Module):
             hidden = self.model.base_model(token).last_hidden_state
             out = self.model.get_output_embeddings()
             return out is not None and torch.allclose(out(hidden), self.model(token).logits, rtol=1e-3, atol=1e-3)
+
+    def _forks(self) -> bool:
+        """Whether a forked cache gives the features of whole sequences, and keeps the graph: tried on three.
+
+        Dropout makes two answers of one question, so a model that has it on does not.
+        """
+        prompts = torch.arange(6, device=self.model.device).reshape(2, 3) % self.vocabulary
+        real = torch.tensor([[True] * 3, [False, True, True]], device=prompts.device)
+        rows = torch.tensor([0, 0, 1], device=prompts.device)
+        answers = prompts.reshape(3, 2)
+        mask = torch.cat([real[rows], torch.ones_like(answers, dtype=torch.bool)], 1)
+        with torch.enable_grad():
+            last, cache = self.features(prompts, real, keep=True)
+        if not _plain_cache(cache) or (last.requires_grad and not cache.layers[-1].values.requires_grad):
+            return False
+        with torch.no_grad():
+            whole = self.features(torch.cat([prompts[rows], answers], 1), mask)[0][:, 3:].float()
+            forked = self.features(answers, mask, self.fork(cache, rows))[0].float()
+        return bool((whole - forked).norm() <= torch.finfo(last.dtype).eps ** 0.5 * whole.norm())
 
     @property
     def vocabulary(self) -> int:
@@ -86,6 +113,17 @@ class CausalLM(nn.Module):
             out = (self.model.base_model if self.split else self.model)(**given)
         return out.last_hidden_state if self.split else out.logits, out.past_key_values if keep else None
 
+    @property
+    def forks(self) -> bool:
+        """See ``LanguageModel``; gradient checkpointing keeps no cache."""
+        return self._can_fork and not (self.training and getattr(self.model, "is_gradient_checkpointing", False))
+
+    def fork(self, cache: Any, rows: Tensor) -> Any:
+        """See ``LanguageModel``."""
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys.index_select(0, rows), layer.values.index_select(0, rows)
+        return cache
+
     def head(self, features: Tensor) -> Tensor:
         """See ``LanguageModel``."""
         with self._precision():
@@ -94,6 +132,11 @@ class CausalLM(nn.Module):
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.model.device.type, self.autocast, enabled=self.autocast is not None)
+
+
+def _plain_cache(cache: Any) -> bool:
+    """Keys and values of everything read, and nothing else: no sliding window, no recurrent or compressed state."""
+    return {type(layer).__name__ for layer in getattr(cache, "layers", ())} == {"DynamicLayer"}
 
 
 class Tokenizer(Protocol):

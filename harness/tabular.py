@@ -58,6 +58,12 @@ class TabularPolicy(nn.Module):
             seen.append(now)
         return torch.stack(seen, 1)[..., None], now
 
+    forks = True
+
+    def fork(self, cache: Tensor, rows: Tensor) -> Tensor:
+        """The contexts of these rows."""
+        return cache[rows]
+
     def head(self, features: Tensor) -> Tensor:
         """``[..., V]`` next-token logits."""
         assert isinstance(self.alive, Tensor)

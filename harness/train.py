@@ -141,7 +141,7 @@ def start(recipe: Recipe) -> Run:
             reference = copy.deepcopy(policy)
         reference.requires_grad_(False)
     optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay, fused=False
+        policy.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay, fused=True
     )
     return Run(recipe, policy, reference, tokenizer, optimizer, problems_of(recipe))
 
