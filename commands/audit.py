@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from klgrad.commands.display import Progress, dump, table
-from klgrad.commands.options import json_option
+from klgrad.commands.options import format_option, json_option
 
 if TYPE_CHECKING:
     from klgrad.analysis.auditing import Adapter, Row
@@ -17,14 +17,7 @@ _HEAD = ("library", "installed", "settings", "placement", "expected", "found", "
 
 @click.command(short_help="Do the installed libraries still do what klgrad says?")
 @click.argument("names", nargs=-1, metavar="[LIBRARY]...")
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "markdown"]),
-    default="text",
-    show_default=True,
-    help="How to print it.",
-)
+@format_option("text", "markdown")
 @json_option
 @click.option("-q", "--quiet", is_flag=True, help="No progress.")
 def audit(names: tuple[str, ...], form: str, as_json: bool, quiet: bool) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from klgrad.commands.display import dump, notes, table
-from klgrad.commands.options import Lengths, Source, json_option, pair_of, pair_options
+from klgrad.commands.options import Lengths, Source, format_option, json_option, pair_of, pair_options
 
 if TYPE_CHECKING:
     from klgrad.analysis.derivations import Checked, Derivation
@@ -28,14 +28,7 @@ class CheckFailed(click.ClickException):
 @click.option(
     "--lengths", type=Lengths(), metavar="LENGTHS", help="1:4, or 1,2,5. Default: the derivation's own, mostly 3."
 )
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "markdown", "latex", "html"]),
-    default="text",
-    show_default=True,
-    help="How to print it.",
-)
+@format_option("text", "markdown", "latex", "html")
 @json_option
 def derive(
     name: str | None,

@@ -12,7 +12,7 @@ import click
 from klgrad.commands.display import Progress, dump, notes, number, table
 from klgrad.commands.folders import STORE, resumable
 from klgrad.commands.options import grouped, json_option, out_option, scheduler_option, workers_of
-from klgrad.commands.training import DEFAULT_CONFIGS, Numbers, Training, beta_option, task_options
+from klgrad.commands.training import DEFAULT_CONFIGS, Numbers, Training, beta_option, learning_rate_option, task_options
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -88,9 +88,7 @@ recipe_options = grouped(
     "Default: k1 and k3 in reward and loss, and none.",
 )
 @beta_option
-@click.option(
-    "--learning-rate", type=Numbers(), metavar="R[,R...]", help="Learning rates. Default: the task's, or 0.5."
-)
+@learning_rate_option
 @click.option("--steps", type=int, default=200, show_default=True, help="Updates of each run.")
 @click.option("--seeds", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of each setting.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="The first seed.")

@@ -11,6 +11,7 @@ from klgrad.commands.options import (
     Drawing,
     Source,
     config_option,
+    exact_only_option,
     lengths_option,
     out_option,
     pair_options,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 @config_option
 @sampling_options
 @out_option
-@click.option("--exact-only", is_flag=True, help="Exact curves without the Monte Carlo.")
+@exact_only_option
 def figure1(
     source: Source, lengths: list[int] | None, configs: tuple[str, ...], drawing: Drawing, out: Path, exact_only: bool
 ) -> None:

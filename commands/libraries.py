@@ -5,19 +5,12 @@ from __future__ import annotations
 import click
 
 from klgrad.commands.display import dump
-from klgrad.commands.options import json_option
+from klgrad.commands.options import format_option, json_option
 
 
 @click.command(short_help="What each RL library's KL settings really do.")
 @click.argument("names", nargs=-1, metavar="[LIBRARY]...")
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "markdown", "latex"]),
-    default="text",
-    show_default=True,
-    help="How to print it.",
-)
+@format_option("text", "markdown", "latex")
 @click.option("--keys", is_flag=True, help="The settings that are read, with their defaults and meanings, instead.")
 @json_option
 def libraries(names: tuple[str, ...], form: str, keys: bool, as_json: bool) -> None:

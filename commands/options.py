@@ -158,6 +158,14 @@ out_option = click.option(
     "--out", type=click.Path(path_type=Path), default=Path("out"), show_default=True, help="Folder to write to."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
+exact_only_option = click.option("--exact-only", is_flag=True, help="Exact curves without the Monte Carlo.")
+
+
+def format_option(*forms: str) -> Callable[[Command], Command]:
+    """--format, one of these; the first is the default."""
+    return click.option(
+        "--format", "form", type=click.Choice(forms), default=forms[0], show_default=True, help="How to print it."
+    )
 
 
 def pair_of(source: Source, length: int) -> PolicyPair:

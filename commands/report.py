@@ -18,6 +18,7 @@ from klgrad.commands.options import (
     Source,
     config_option,
     configurations_of,
+    exact_only_option,
     lengths_of,
     lengths_option,
     out_option,
@@ -44,7 +45,7 @@ _MOST_CONTEXTS = 1 << 12  # up to which the curves on to T = 1,000 are drawn
 @config_option
 @sampling_options
 @out_option
-@click.option("--exact-only", is_flag=True, help="Exact curves without the Monte Carlo.")
+@exact_only_option
 def report(
     source: Source, lengths: list[int] | None, configs: tuple[str, ...], drawing: Drawing, out: Path, exact_only: bool
 ) -> None:

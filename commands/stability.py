@@ -9,16 +9,22 @@ import click
 
 from klgrad.commands.display import Progress, dump, number, table
 from klgrad.commands.options import json_option
-from klgrad.commands.training import Numbers, Training, beta_option, config_option, parsed, task_options
+from klgrad.commands.training import (
+    Numbers,
+    Training,
+    beta_option,
+    config_option,
+    learning_rate_option,
+    parsed,
+    task_options,
+)
 
 
 @click.command(short_help="Will it hold, drift or collapse?")
 @task_options
 @config_option
 @beta_option
-@click.option(
-    "--learning-rate", type=Numbers(), metavar="R[,R...]", help="Learning rates. Default: the task's, or 0.5."
-)
+@learning_rate_option
 @click.option(
     "--samples", type=Numbers(whole=True), default="256", show_default=True, metavar="N[,N...]", help="Per update."
 )

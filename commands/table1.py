@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import click
 
-from klgrad.commands.options import Source, lengths_of, lengths_option, pair_of, pair_options
+from klgrad.commands.options import Source, format_option, lengths_of, lengths_option, pair_of, pair_options
 
 
 @click.command(short_help="What each estimator and placement really optimises.")
 @pair_options
 @lengths_option
 @click.option("--estimator", "names", multiple=True, metavar="NAME", help="May be repeated. Default: all.")
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "markdown", "latex", "html"]),
-    default="text",
-    show_default=True,
-    help="How to print it.",
-)
+@format_option("text", "markdown", "latex", "html")
 def table1(source: Source, lengths: list[int] | None, names: tuple[str, ...], form: str) -> None:
     """Estimator x placement: what the expected gradient is, and its exact relative bias (the paper's Table 1).
 

@@ -136,6 +136,9 @@ task_options = grouped(
 beta_option = click.option(
     "--beta", type=Numbers(), metavar="B[,B...]", help="Coefficients of the KL. Default: the task's, or 0.1."
 )
+learning_rate_option = click.option(
+    "--learning-rate", type=Numbers(), metavar="R[,R...]", help="Learning rates. Default: the task's, or 0.5."
+)
 config_option = click.option(
     "--config",
     "configs",

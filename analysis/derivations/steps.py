@@ -35,8 +35,8 @@ class StepFailed(ArithmeticError):
 
 
 @dataclass(frozen=True)
-class Step:
-    """One line of a derivation: ``left = right``, because of ``reason``.
+class Line:
+    """One line of a derivation: two sides, and what is said of them.
 
     Args:
         left: LaTeX of the left side.
@@ -45,7 +45,6 @@ class Step:
         evaluate: the two sides as functions of the model.
         part: ``value``, ``loss``, ``reward``, ``both``, or empty where the placement does not matter.
         where: LaTeX of what the symbols mean, if the notation does not say so.
-        printed: the right side is a published number, rounded there: the sides may differ by this much.
     """
 
     left: str
@@ -54,19 +53,22 @@ class Step:
     evaluate: tuple[Side, Side]
     part: str = ""
     where: str = ""
+
+
+@dataclass(frozen=True)
+class Step(Line):
+    """``left = right``, because of ``reason``.
+
+    Args:
+        printed: the right side is a published number, rounded there: the sides may differ by this much.
+    """
+
     printed: float | tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Line):
     """Two quantities that are not equal in general, shown side by side: what a bias looks like in numbers."""
-
-    left: str
-    right: str
-    reason: str
-    evaluate: tuple[Side, Side]
-    part: str = ""
-    where: str = ""
 
 
 @dataclass(frozen=True)
