@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -275,13 +275,18 @@ def number(value: float) -> str:
     return repr(float(value)).removesuffix(".0").replace("e+", "e")
 
 
-def unknown(kind: str, name: str, choices: list[str]) -> ValueError:
-    """The one form of 'no such name': says what there is, and the nearest."""
+def meant(name: str, choices: Iterable[str]) -> str:
+    """``did you mean NAME? `` for the nearest of the choices, capitals aside; empty where none is near."""
     import difflib
 
-    near = difflib.get_close_matches(name, choices, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return ValueError(f"unknown {kind} {name!r}: {hint}there is {', '.join(choices)}")
+    known = {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    return f"did you mean {known[near[0]]!r}? " if near else ""
+
+
+def unknown(kind: str, name: str, choices: list[str]) -> ValueError:
+    """The one form of 'no such name': says what there is, and the nearest."""
+    return ValueError(f"unknown {kind} {name!r}: {meant(name, choices)}there is {', '.join(choices)}")
 
 
 def _arguments(name: str, entry: Entry, text: str | None) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from klgrad.analysis.checking.models import LENGTHS, Model, drifted, models, with_reference
+from klgrad.analysis.checking.models import LENGTHS, Model, drifted, each_row, models, with_reference
 from klgrad.analysis.checking.naming import Found, Named, classify, joined, lengths
 from klgrad.analysis.checking.report import PLACE, Finding
 from klgrad.analysis.checking.subject import BuiltIn, Function
@@ -80,7 +80,7 @@ def sequence_gradients(
 
 
 def _one_by_one(subject: Function, batch: Any, beta: float) -> tuple[np.ndarray, np.ndarray | None]:
-    terms = [subject.evaluate(rows_of(batch, [i]), beta=beta) for i in range(len(batch.tokens))]
+    terms = [subject.evaluate(row, beta=beta) for row in each_row(batch)]
     token = np.concatenate([t.token for t in terms if t.token is not None])
     vocab = [t.vocab for t in terms if t.vocab is not None]
     return token, np.concatenate(vocab) if vocab else None
@@ -170,7 +170,7 @@ def examine(subject: Subject, target: str, placement: str | None, *, coupled: bo
     """Measure and name every placement asked for."""
     section = Section({}, [], {})
     for where in placements(subject) if placement is None else (placement,):
-        section.gradient[where] = (_coupled if coupled else _single)(subject, where, section)
+        section.gradient[where] = _coupled(subject, where) if coupled else _single(subject, where, section)
     reached = [where for where, found in section.gradient.items() if found["verdict"] == target]
     for where, found in section.gradient.items():
         wrong = found["verdict"] != target
@@ -193,8 +193,8 @@ def _after_drift(subject: Subject, placement: str, found: dict[str, Any]) -> lis
     wanted = factor * field
     # context by context, since the one that drifted has the smallest gradient; in lower precision its digits are gone
     rows = (len(np.flatnonzero(far.pair.automaton.alive)) if subject.tolerance <= 1e-6 else 1, -1)
-    apart, size = ((got - wanted).reshape(rows), wanted.reshape(rows))
-    off = float(np.max(np.linalg.norm(apart, axis=1) / np.linalg.norm(size, axis=1)))
+    apart, size = (np.linalg.norm(each.reshape(rows), axis=1) for each in (got - wanted, wanted))
+    off = float(np.max(apart / np.where(size > 0, size, np.linalg.norm(wanted))))  # a last token has no future term
     if off <= max(1e-6, 100 * subject.tolerance):
         return []
     message = (
@@ -244,7 +244,7 @@ def _reference_matters(subject: Subject, placement: str, here: Measured) -> bool
     return moved > least or not np.isclose(here.variance, changed.variance, rtol=max(1e-5, subject.tolerance))
 
 
-def _coupled(subject: Subject, placement: str, section: Section) -> dict[str, Any]:
+def _coupled(subject: Subject, placement: str) -> dict[str, Any]:
     """By groups of 2, 3 and 4 sequences: what it is, and how its size depends on the group's."""
     assert isinstance(subject, Function)
     by_size = {n: [(m, group_gradient(subject, placement, m, n)) for m in group_models(n)] for n in GROUPS}

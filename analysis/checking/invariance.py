@@ -9,7 +9,7 @@ import numpy as np
 
 from klgrad.analysis.checking.calling import Fault
 from klgrad.analysis.checking.gradient import measure
-from klgrad.analysis.checking.models import Model, models
+from klgrad.analysis.checking.models import Model, each_row, models
 from klgrad.analysis.checking.report import Finding
 from klgrad.analysis.checking.subject import Function, Terms
 from klgrad.synth.enumeration import Batch, rows_of
@@ -35,24 +35,23 @@ def probe() -> Batch:
 def is_coupled(subject: Function) -> tuple[bool, float]:
     """Whether rows of a batch depend on each other, and by how much (relative)."""
     batch = probe()
-    whole = subject.evaluate(batch, differentiate=False).value
-    parts = [subject.evaluate(rows_of(batch, [i]), differentiate=False).value for i in range(_ROWS)]
-    if subject.kind == "loss":
+    loss = subject.kind == "loss"  # whose gradient counts too
+    together = subject.evaluate(batch, differentiate=loss)
+    alone = [subject.evaluate(row, differentiate=loss) for row in each_row(batch)]
+    whole, parts = together.value, [terms.value for terms in alone]
+    if loss:
         each = np.array(parts)
         size = max(float(np.abs(each).max()), abs(float(whole)), 1e-300)
         off = min(abs(float(whole) - each.mean()), abs(float(whole) - each.sum())) / size
-        gradient = _loss_gradient_off(subject, batch)
-        off = max(off, gradient)
+        off = max(off, _gradient_off(_gradient(together), np.concatenate([_gradient(terms) for terms in alone])))
     else:
         joined = np.concatenate(parts)
         off = float(np.abs(joined - whole).max(initial=0.0)) / max(float(np.abs(joined).max()), 1e-300)
     return (bool(off > 100 * subject.tolerance) or not np.isfinite(off)), float(off)
 
 
-def _loss_gradient_off(subject: Function, batch: Batch) -> float:
-    """How far the batch's gradient is from the mean, and from the sum, of its rows'."""
-    whole = _gradient(subject.evaluate(batch))
-    rows = np.concatenate([_gradient(subject.evaluate(rows_of(batch, [i]))) for i in range(_ROWS)])
+def _gradient_off(whole: np.ndarray, rows: np.ndarray) -> float:
+    """How far a batch's gradient is from the mean, and from the sum, of its rows'."""
     size = max(float(np.abs(whole).max()) * _ROWS, float(np.abs(rows).max()))
     if size == 0:
         return 0.0
@@ -168,11 +167,11 @@ def _poison(subject: Function, batch: Batch) -> list[Finding]:
                 )
                 return [_finding("warning", f"{message}{shown} on real tokens; take a mask", poison=str(poison))]
             return [_finding("error", f"{poison:g} at padded places leaks through the mask: {shown} on real tokens; "
-                "multiplying by the mask keeps 0 x inf, use where() before exp()", poison=str(poison))]  # fmt: skip
+                "multiplying by it keeps 0 x inf, use where() on the log-probs first", poison=str(poison))]  # fmt: skip
         leaks = subject.plan.takes("mask") and terms.raw is not None and terms.raw.ndim == 2
         if leaks and not np.isfinite(terms.raw).all():  # type: ignore[arg-type]
             return [_finding("error", f"it takes the mask, and with {poison:g} at padded places returns what is not "
-                "finite there, which spoils any sum; use where() before exp()", poison=str(poison))]  # fmt: skip
+                "finite there, which spoils any sum: use where() on log-probs first", poison=str(poison))]  # fmt: skip
     return _spoiled(subject, batch) if subject.plan.takes("mask") else []
 
 
@@ -184,8 +183,8 @@ def _spoiled(subject: Function, batch: Batch) -> list[Finding]:
         rows = replace(batch, **{name: np.where(mask, getattr(batch, name), fill) for name, fill in filled.items()})
         if not np.isfinite(_gradient(subject.evaluate(rows))[~mask]).all():
             return [_finding("error", f"log-probs of {near:g} and {far:g} at padded places give a gradient there that "
-                "is not finite (0 x inf in the backward pass), which spoils every weight; use where() before exp(), "
-                "not after")]  # fmt: skip
+                "is not finite (0 x inf in the backward pass), which spoils every weight; use where() on the "
+                "log-probs first, not on the result")]  # fmt: skip
     return []
 
 
@@ -269,7 +268,7 @@ def _arrives(subject: Function, batch: Batch) -> list[Finding]:
         real = rows.mask[..., None] if change.ndim == 3 else rows.mask if change.ndim == 2 else True
         return float(np.abs(np.where(real, change, 0.0)).max())
 
-    each = np.array([effect(rows_of(batch, [i])) for i in range(_ROWS)])
+    each = np.array([effect(row) for row in each_row(batch)])
     lost, tokens = each <= 1e-9, batch.mask.sum(axis=1)
     if not lost.any():
         return []

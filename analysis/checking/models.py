@@ -7,7 +7,7 @@ divergence. Fields here are plain sums over all sequences; the tests compare the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from klgrad.synth.automata import markov
-from klgrad.synth.enumeration import Batch, log_probability, sequences
+from klgrad.synth.enumeration import Batch, log_probability, rows_of, sequences
 from klgrad.synth.policies import PolicyPair, log_softmax, tabular
 
 if TYPE_CHECKING:
@@ -192,6 +192,11 @@ def drifted() -> Model:
     automaton = markov(2, 1, start=(0,))
     policy, reference = np.array([[0.0, 12.5], [0.4, 0.0]]), np.array([[0.0, -12.5], [0.0, 0.7]])
     return model(PolicyPair(automaton, tabular(automaton, policy), log_softmax(reference), None, "drifted"), 2)
+
+
+def each_row(batch: Batch) -> Iterator[Batch]:
+    """The batch's rows, each a batch of its own."""
+    return (rows_of(batch, [i]) for i in range(len(batch.tokens)))
 
 
 def with_reference(m: Model, log_probs: Float[np.ndarray, "S V"]) -> Model:

@@ -10,10 +10,10 @@ import numpy as np
 from klgrad.analysis.checking import gradient, invariance, numerics, sampling, value, variance
 from klgrad.analysis.checking.calling import Fault, TimedOut, limit
 from klgrad.analysis.checking.report import SECTIONS, WANTED, Finding, Report
-from klgrad.analysis.checking.signature import load
+from klgrad.analysis.checking.signature import functions_in, load
 from klgrad.analysis.checking.subject import BuiltIn, Function, function_subject
 from klgrad.synth.configurations import PLACEMENTS, Configuration, parse
-from klgrad.synth.estimators import ESTIMATORS, estimator, unknown
+from klgrad.synth.estimators import ESTIMATORS, estimator, meant, unknown
 
 _IMPORT = 120.0  # seconds that importing a file may take
 
@@ -87,10 +87,13 @@ def built_in(name: str) -> BuiltIn:
     """
     if "-in-" in name:
         return BuiltIn(parse(name))
-    if name.partition("(")[0].strip() not in ESTIMATORS:
+    plain = name.partition("(")[0].strip()
+    if name.endswith(".py"):
+        raise ValueError(f"{name} is a file, and which function in it is not said: write {name}:{functions_in(name)}")
+    if plain not in ESTIMATORS:
         raise ValueError(
-            f"{name!r} is no built-in and no function: write an estimator ({', '.join(ESTIMATORS)}), a configuration "
-            "such as k3-in-loss, FILE.py:NAME or package.module:NAME"
+            f"{name!r} is no built-in and no function: {meant(plain, ESTIMATORS)}write an estimator "
+            f"({', '.join(ESTIMATORS)}), a configuration such as k3-in-loss, FILE.py:NAME or package.module:NAME"
         )
     return BuiltIn(Configuration(estimator(name), "both"), anywhere=True)
 

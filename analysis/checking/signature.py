@@ -181,6 +181,18 @@ def constant(text: str) -> tuple[str, Any]:
         return name.strip(), value.strip()
 
 
+def functions_in(path: str) -> str:
+    """The functions a file defines, as ``NAME, or :OTHER``; read and not run, and NAME where it cannot be read."""
+    from pathlib import Path
+
+    try:
+        parsed = ast.parse(Path(path).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return "NAME"
+    named = [each.name for each in parsed.body if isinstance(each, ast.FunctionDef) and not each.name.startswith("_")]
+    return ", or :".join(named) or "NAME"
+
+
 def load(target: str) -> Callable[..., Any]:
     """The function of ``FILE.py:NAME`` or ``package.module:NAME``; NAME may be dotted.
 

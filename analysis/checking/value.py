@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from klgrad.analysis.checking.gradient import Subject
-from klgrad.analysis.checking.models import LENGTHS, Model, models, with_reference
+from klgrad.analysis.checking.models import LENGTHS, Model, each_row, models, with_reference
 from klgrad.analysis.checking.report import Finding
 from klgrad.analysis.checking.subject import BuiltIn
 from klgrad.synth.enumeration import Batch, rows_of
@@ -32,8 +32,7 @@ def by_sequence(subject: Subject, model: Model) -> np.ndarray:
     """``[M]`` each sequence's penalty; a loss is called with one sequence at a time."""
     if subject.kind != "loss":
         return subject.evaluate(model.batch, differentiate=False).by_sequence
-    rows = range(len(model.probability))
-    return np.array([float(subject.evaluate(rows_of(model.batch, [i]), differentiate=False).value) for i in rows])
+    return np.array([float(subject.evaluate(row, differentiate=False).value) for row in each_row(model.batch)])
 
 
 def examine(subject: Subject, *, coupled: bool, surrogate: bool = False) -> tuple[dict[str, Any], list[Finding]]:
