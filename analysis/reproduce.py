@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _SOURCE = ("preset", "pair", "behaviour")
 _QUESTION: dict[str, tuple[type, ...]] = {"unbiased": (bool,), "rank": (str,), "error": (float, int)}
+REPRODUCIBLE = ("figure1", "growth", "compare")
 _MISSING = object()
 _KEYS = ("preset", "configuration", "length", "source")
 
@@ -64,6 +65,11 @@ def request(manifest: Mapping[str, Any]) -> Request:
         ValueError: where it is not one that a command of klgrad writes, naming the field.
     """
     command = _of(manifest, "command", str).removeprefix("klgrad ")
+    if command not in REPRODUCIBLE:
+        raise ValueError(
+            f"the manifest is of {command!r}: reproduce knows {', '.join(REPRODUCIBLE)}; "
+            "run another command again yourself with what its request says"
+        )
     asked = _of(manifest, "request", dict)
     sources = [{key: _of(source, key, str, type(None)) for key in _SOURCE} for source in _list(asked, "sources", dict)]
     lengths = [[_positive(n) for n in each] for each in _list(asked, "lengths", list)]

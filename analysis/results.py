@@ -278,7 +278,7 @@ def save(frame: pd.DataFrame, provenance: dict[str, Any], stem: Path) -> None:
 
 
 def load(path: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """The frame and manifest of a saved ``.json``.
+    """The frame and manifest of a saved ``.json``, whichever command's: its own columns in their order.
 
     Raises:
         ValueError: for a file that is missing or not such a table.
@@ -288,7 +288,7 @@ def load(path: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         rows = content["rows"]
-        frame = pd.DataFrame(rows, columns=list(dict.fromkeys([*COLUMNS, *(rows[0] if rows else ())])))
+        frame = pd.DataFrame(rows, columns=list(rows[0] if rows else COLUMNS))
         return frame, dict(content["manifest"])
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist") from None

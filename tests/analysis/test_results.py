@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from klgrad.analysis import results
@@ -89,6 +90,15 @@ def test_saved_tables_come_back(frame, tmp_path):
     for column in results.COLUMNS:
         a, b = frame[column].to_list(), back[column].to_list()
         assert all(x == y or (x != x and (y is None or y != y)) for x, y in zip(a, b, strict=True)), column
+
+
+def test_a_table_of_another_command_comes_back_with_its_own_columns(tmp_path):
+    frame = pd.DataFrame(
+        {"task": ["a", "b"], "step": [0, 1], "reward": [0.5, float("nan")], "configuration": ["x", "y"]}
+    )
+    results.save(frame, results.manifest("klgrad dynamics", [], {}), tmp_path / "table")
+    back, _ = results.load(tmp_path / "table.json")
+    pd.testing.assert_frame_equal(back, frame)
 
 
 def test_json_holds_no_nan(frame):

@@ -117,6 +117,7 @@ def test_a_pair_that_moved_is_named_anew(tmp_path):
 
 WRONG = {
     "command": (lambda m: m.update(command="klgrad serve"), "reproduce knows"),
+    "of training": (lambda m: m.update(command="klgrad dynamics", request={"training": {}}), "is of 'dynamics'"),
     "no request": (lambda m: m.pop("request"), "request is missing"),
     "sources": (lambda m: m["request"].update(sources=[]), "one for each"),
     "source": (lambda m: m["request"].update(sources=[3]), "sources is 3"),
