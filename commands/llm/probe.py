@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from klgrad.commands.display import Progress, dump, number, table
+from klgrad.commands.folders import held
 from klgrad.commands.llm.options import MODEL, device_option, quiet_option, seed_option
 from klgrad.commands.options import Lengths, config_option, configurations_of, json_option, out_option
 
@@ -52,6 +53,7 @@ def probe(
     tail that hides it), variance as it would be trained. Writes probe.png, .pdf, .csv and .json to the --out folder.
     """
     from klgrad.analysis import results
+    from klgrad.figures import figure1, save_figure
     from klgrad.harness import models
     from klgrad.harness import probe as engine
     from klgrad.harness.tasks import encoded, take
@@ -59,28 +61,28 @@ def probe(
 
     configurations = configurations_of(configs, [], quiet)
     posed = take(named(task).problems("test", seed), prompts)
-    results.writable_folder(out)
-    model, tokenizer = models.load(policy, dtype=dtype, device=device)
-    other = (
-        models.load(reference, dtype=dtype, device=device)[0] if reference else models.perturbed(model, perturb, seed)
-    )
-    setting = engine.Setting(
-        model, other, [encoded(tokenizer, problem) for problem in posed], tokenizer.eos_token_id,
-        pad=tokenizer.pad_token_id, lengths=lengths, samples=samples, parameters=parameters,
-    )  # fmt: skip
-    name = Path(policy).name
-    with Progress(name, quiet or as_json) as progress:
-        frame = engine.probe(setting, configurations, trials=trials, seed=seed, name=name, progress=progress)
-    from klgrad.figures import figure1, save_figure
-
-    save_figure(figure1(frame), out / "probe")
-    request = {
-        "policy": policy, "reference": reference or f"the policy with noise of {perturb:g}", "task": task,
-        "prompts": prompts, "samples": samples, "trials": trials, "lengths": lengths, "parameters": parameters,
-        "dtype": dtype, "configurations": [str(c) for c in configurations], "seed": seed, "device": device,
-        "peak_memory_mib": _peak(device),
-    }  # fmt: skip
-    results.save(frame, results.manifest("klgrad llm probe", [], request), out / "probe")
+    with held(out):
+        model, tokenizer = models.load(policy, dtype=dtype, device=device)
+        other = (
+            models.load(reference, dtype=dtype, device=device)[0]
+            if reference
+            else models.perturbed(model, perturb, seed)
+        )
+        setting = engine.Setting(
+            model, other, [encoded(tokenizer, problem) for problem in posed], tokenizer.eos_token_id,
+            pad=tokenizer.pad_token_id, lengths=lengths, samples=samples, parameters=parameters,
+        )  # fmt: skip
+        name = Path(policy).name
+        with Progress(name, quiet or as_json) as progress:
+            frame = engine.probe(setting, configurations, trials=trials, seed=seed, name=name, progress=progress)
+        save_figure(figure1(frame), out / "probe")
+        request = {
+            "policy": policy, "reference": reference or f"the policy with noise of {perturb:g}", "task": task,
+            "prompts": prompts, "samples": samples, "trials": trials, "lengths": lengths, "parameters": parameters,
+            "dtype": dtype, "configurations": [str(c) for c in configurations], "seed": seed, "device": device,
+            "peak_memory_mib": _peak(device),
+        }  # fmt: skip
+        results.save(frame, results.manifest("klgrad llm probe", [], request), out / "probe")
     if as_json:
         dump(results.records(frame))
     elif not quiet:

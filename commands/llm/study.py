@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from klgrad.commands.display import Progress, number, table
+from klgrad.commands.folders import held
 from klgrad.commands.llm.options import quiet_option, recipe_of, set_option
 from klgrad.commands.options import out_option, scheduler_option
 
@@ -55,27 +56,28 @@ def study(
 
     base = recipe_of(recipe, changes)
     cells = engine.grid(kls or engine.KLS, betas, seeds, stale)
-    runs = results.writable_folder(out) / "runs"
-    with Progress(f"{len(cells)} runs", quiet) as progress:
-        try:
-            engine.run(cells, base, runs, processes=processes, scheduler=scheduler, progress=progress)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(f": the same command goes on from {runs}") from None
-    final = engine.final(cells, base, runs)
-    means, curves = engine.summary(final), engine.curves(cells, runs)
-    write_whole(out / "study.csv", final.to_csv(index=False, lineterminator="\n").encode())
-    request = {
-        "recipe": base.to_dict(),
-        "kls": list(kls or engine.KLS),
-        "betas": betas,
-        "seeds": seeds,
-        "staleness": stale,
-    }
-    content = {"manifest": results.manifest("klgrad llm study", [], request), "rows": results.records(means)}
-    write_whole(out / "study.json", (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
-    for value in stale:
-        figure = draw(curves[curves["staleness"] == value], means[means["staleness"] == value])
-        save_figure(figure, out / f"study-staleness-{value}")
+    runs = out / "runs"
+    with held(out):
+        with Progress(f"{len(cells)} runs", quiet) as progress:
+            try:
+                engine.run(cells, base, runs, processes=processes, scheduler=scheduler, progress=progress)
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(f": the same command goes on from {runs}") from None
+        final = engine.final(cells, base, runs)
+        means, curves = engine.summary(final), engine.curves(cells, runs)
+        write_whole(out / "study.csv", final.to_csv(index=False, lineterminator="\n").encode())
+        request = {
+            "recipe": base.to_dict(),
+            "kls": list(kls or engine.KLS),
+            "betas": betas,
+            "seeds": seeds,
+            "staleness": stale,
+        }
+        content = {"manifest": results.manifest("klgrad llm study", [], request), "rows": results.records(means)}
+        write_whole(out / "study.json", (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+        for value in stale:
+            figure = draw(curves[curves["staleness"] == value], means[means["staleness"] == value])
+            save_figure(figure, out / f"study-staleness-{value}")
     if not quiet:
         _study_table(means)
         click.echo(f"wrote {out / 'study.csv'}, {out / 'study.json'} and study-staleness-*.png and .pdf")

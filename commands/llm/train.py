@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from klgrad.commands.display import Progress, number
+from klgrad.commands.folders import held
 from klgrad.commands.llm.options import quiet_option, recipe_of, set_option
 from klgrad.commands.options import out_option
 
@@ -66,8 +67,9 @@ def train(
 
     given = recipe_of(recipe, changes)
     run = _backend(backend, options, lora)
-    quiet = quiet or os.environ.get("RANK", "0") != "0"  # of several processes, the first one speaks
-    with _patience() as stop, Progress(recipe, quiet) as progress:
+    first = os.environ.get("RANK", "0") == "0"  # of several processes, the first one speaks and holds the folder
+    quiet = quiet or not first
+    with held(out if first else None), _patience() as stop, Progress(recipe, quiet) as progress:
         try:
             lines = run(given, out, resume=resume, tensorboard=tensorboard, progress=progress, stop=stop)
         except Stopped as stopped:

@@ -1,4 +1,4 @@
-"""One folder, one process: each command that writes one for long refuses a second by name."""
+"""One folder, one process: each command that writes one for long refuses a second by name (`llm`: `test_llm`)."""
 
 import os
 import subprocess

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner
 
-from klgrad import cli
+from klgrad import cli, files
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -51,6 +51,15 @@ def test_probe_ends_in_the_foundation_s_table_and_figure(model, tmp_path):
     manifest = json.loads((tmp_path / "probe.json").read_text())["manifest"]
     assert manifest["request"]["parameters"] == "last-block"
     assert (tmp_path / "probe.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("arguments", [("probe",), ("train", "tiny-rloo"), ("study",)])
+def test_a_folder_in_use_is_refused_before_any_work(arguments, tmp_path):
+    with files.sole_use(tmp_path):
+        done = run(*arguments, "--out", tmp_path)
+    assert done.exit_code == 2
+    assert done.output.startswith(f"Error: {tmp_path} is in use by another klgrad (process {os.getpid()})")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_train_evaluate_and_go_on(model, tmp_path):
