@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +17,14 @@ from klgrad.harness.tasks import decoded, encoded, take, task
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Shares of right answers.
+    """Mean rewards: shares of right answers where the task gives 0 or 1, as all but some of reasoning-gym's do.
 
     Args:
-        mean: over problems and k samples each (mean@k).
-        error: its standard error over problems.
+        mean: over problems and k samples each (mean@k; its expectation is pass@1 at that temperature, whatever k).
+        error: its standard error over problems: spread of the problems' own means over the root of their number.
         greedy: with the likeliest token each time (pass@1 at temperature 0).
         problems, samples: how many.
+        unjudged: answers among these, and problems on the way to them, that failed in isolation and count 0.
     """
 
     mean: float
@@ -30,6 +32,7 @@ class Evaluation:
     greedy: float
     problems: int
     samples: int
+    unjudged: int = 0
 
 
 def evaluate(
@@ -51,6 +54,7 @@ def evaluate(
         ValueError: for an unknown task, empty data, or prompts that do not fit.
     """
     judge = task(name)
+    before = getattr(judge, "failed", 0)
     posed = take(judge.problems("test", 0), problems)
     prompts = [encoded(tokenizer, problem) for problem in posed]
     generator = torch.Generator(device).manual_seed(seed)
@@ -68,7 +72,19 @@ def evaluate(
     each = scores([i for i in range(len(posed)) for _ in range(samples)], temperature).reshape(-1, samples).mean(1)
     greedy = scores(list(range(len(posed))), 0.0)
     error = float(each.std()) / math.sqrt(len(each)) if len(each) > 1 else math.nan
-    return Evaluation(float(each.mean()), error, float(greedy.mean()), len(posed), samples)
+    return Evaluation(
+        float(each.mean()), error, float(greedy.mean()), len(posed), samples, getattr(judge, "failed", 0) - before
+    )
+
+
+def check_tasks(names: Iterable[str], tokenizer: Any) -> None:
+    """Find out before a training, not at its end, whether its evaluations can be posed.
+
+    Raises:
+        ValueError: for a task that is unknown or has no data, or a prompt whose characters the tokenizer lacks.
+    """
+    for name in names:
+        encoded(tokenizer, take(task(name).problems("test", 0), 1)[0])
 
 
 def responses(tokenizer: Any, tokens: torch.Tensor, mask: torch.Tensor) -> list[str]:

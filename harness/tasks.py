@@ -1,17 +1,16 @@
 """Tasks with verifiable rewards: problems to pose, answers to imitate, and a check. A new one is an entry in ``TASKS``.
 
-The small ones, ``countdown`` and ``sort``, are written in the characters of ``tiny``. ``reasoning-gym:NAME`` and
-``math:FILE`` take theirs from packages of the extra ``tasks``, and ``FILE.py:NAME`` is the user's own.
+The small ones, ``countdown`` and ``sort``, are written in the characters of ``tiny``. ``reasoning-gym:NAME``,
+``math:PLACE`` and ``choices:PLACE`` are in ``data``, and ``FILE.py:NAME`` is the user's own.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from importlib import import_module
 from typing import Any, Protocol
 
 from klgrad.synth.estimators import unknown
@@ -46,7 +45,7 @@ class Sort:
 
     def problems(self, split: str, seed: int) -> Iterator[Problem]:
         """Endless."""
-        rng = _stream("sort", split, seed)
+        rng = stream("sort", split, seed)
         while True:
             digits = [rng.choice("0123456789") for _ in range(rng.randint(self.low, self.high))]
             yield Problem(f"s{''.join(digits)}=", "".join(sorted(digits)))
@@ -64,7 +63,7 @@ class Countdown:
 
     def problems(self, split: str, seed: int) -> Iterator[Problem]:
         """Endless; the answer is one way."""
-        rng = _stream("countdown", split, seed)
+        rng = stream("countdown", split, seed)
         while True:
             numbers = [rng.randint(1, self.largest) for _ in range(self.numbers)]
             expression = str(numbers[0]) + "".join(rng.choice("+-*") + str(n) for n in numbers[1:])
@@ -81,7 +80,8 @@ class Countdown:
         return float(used == numbers and arithmetic(response) == target)
 
 
-def _stream(name: str, split: str, seed: int) -> random.Random:
+def stream(name: str, split: str, seed: int) -> random.Random:
+    """The random numbers of a split: of train, another stream for every seed; of test, yet another."""
     if split not in ("train", "test"):
         raise unknown("split", split, ["train", "test"])
     return random.Random(f"{name} {split} {seed + (_EVALUATION_SEED if split == 'test' else 0)}")
@@ -134,93 +134,6 @@ def arithmetic(text: str) -> int | None:
     return value if position == len(tokens) else None
 
 
-class ReasoningGym:
-    """Any task of the package reasoning-gym, by its name there."""
-
-    def __init__(self, name: str) -> None:
-        try:
-            import reasoning_gym
-        except ImportError:
-            raise ValueError(
-                f"the task reasoning-gym:{name} needs reasoning-gym: pip install 'klgrad[tasks]'"
-            ) from None
-        self.name, self.package = name, reasoning_gym
-        self._check: Callable[..., float] = lambda answer, entry: 0.0
-
-    def problems(self, split: str, seed: int) -> Iterator[Problem]:
-        """Endless, in blocks of a thousand."""
-        start = seed * 1_000_003 + (_EVALUATION_SEED if split == "test" else 0)
-        block = 0
-        while True:
-            try:
-                data = self.package.create_dataset(self.name, size=1000, seed=(start + block) % 2**31)
-            except ValueError as error:
-                raise ValueError(f"reasoning-gym:{self.name}: {error}") from None
-            self._check = data.score_answer
-            yield from (Problem(entry["question"], str(entry["answer"]), entry) for entry in data)
-            block += 1
-
-    def reward(self, problem: Problem, response: str) -> float:
-        """The package's own score of what stands in the last <answer>, or of the whole response."""
-        found = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
-        return float(self._check(answer=(found[-1] if found else response).strip(), entry=problem.data))
-
-
-class Mathematics:
-    """Problems with answers from a JSON-lines file with ``problem`` and ``answer`` (or a boxed ``solution``)."""
-
-    ASK = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-
-    def __init__(self, path: str) -> None:
-        try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise ValueError(f"math:{path} cannot be read: {error.strerror}") from None
-        self.rows = []
-        for i, line in enumerate(filter(str.strip, lines), start=1):
-            try:
-                row = json.loads(line)
-                answer = row.get("answer", boxed(row.get("solution", "")))
-                self.rows.append(Problem(row["problem"] + self.ASK, str(answer), answer))
-            except (ValueError, KeyError, AttributeError):
-                raise ValueError(f'{path}, line {i}: write one {{"problem": ..., "answer": ...}} a line') from None
-        if not self.rows:
-            raise ValueError(f"{path} holds no problem: the data is empty")
-
-    def problems(self, split: str, seed: int) -> Iterator[Problem]:
-        """The file in random order, again and again for ``train``; once and in order for ``test``."""
-        if split == "test":
-            yield from self.rows
-            return
-        rng = _stream("math", split, seed)
-        while True:
-            yield from rng.sample(self.rows, len(self.rows))
-
-    def reward(self, problem: Problem, response: str) -> float:
-        """1 if the last boxed answer equals the truth: by math-verify where it is installed, else as text."""
-        given = boxed(response)
-        if given is None:
-            return 0.0
-        try:
-            from math_verify import parse, verify
-        except ImportError:
-            return float(given.strip() == problem.answer.strip())
-        return float(verify(parse(f"\\boxed{{{problem.answer}}}"), parse(f"\\boxed{{{given}}}")))
-
-
-def boxed(text: str) -> str | None:
-    """What stands in the last ``\\boxed{...}``, braces balanced; ``None`` without one."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth, first = 1, start + len("\\boxed{")
-    for i, letter in enumerate(text[first:], start=first):
-        depth += (letter == "{") - (letter == "}")
-        if depth == 0:
-            return text[first:i]
-    return None
-
-
 def _of_the_user(name: str) -> Task:
     from klgrad.files import load_module
 
@@ -236,11 +149,12 @@ def _of_the_user(name: str) -> Task:
 
 
 TASKS: dict[str, Callable[[], Task]] = {"countdown": Countdown, "sort": Sort}
-_FROM: dict[str, Callable[[str], Task]] = {"reasoning-gym": ReasoningGym, "math": Mathematics}
+_FROM = {"reasoning-gym": "ReasoningGym", "math": "Mathematics", "choices": "Choices"}  # names in data
 
 
 def task(name: str) -> Task:
-    """The task of that name: ``countdown``, ``sort``, ``reasoning-gym:NAME``, ``math:FILE.jsonl``, ``FILE.py:NAME``.
+    """The task of that name: ``countdown``, ``sort``, ``reasoning-gym:NAME``, ``math:PLACE``, ``choices:PLACE``,
+    ``FILE.py:NAME``. A place is a JSON-lines file or a data set of the hub, ``owner/name[/subset][@split]``.
 
     Raises:
         ValueError: for a name that is none, data that cannot be read, or a package that is missing.
@@ -249,7 +163,8 @@ def task(name: str) -> Task:
         return TASKS[name]()
     kind, colon, rest = name.partition(":")
     if colon and kind in _FROM:
-        return _FROM[kind](rest)
+        made: Task = getattr(import_module("klgrad.harness.data"), _FROM[kind])(rest)
+        return made
     if colon:
         return _of_the_user(name)
     raise unknown("task", name, [*TASKS, *(f"{kind}:..." for kind in _FROM), "FILE.py:NAME"])

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from klgrad.harness import checkpoints
-from klgrad.harness.evaluate import evaluate, responses
+from klgrad.harness.evaluate import check_tasks, evaluate, responses
 from klgrad.harness.models import DTYPES, check_same_vocabulary, load
 from klgrad.harness.objective import (
     ADVANTAGES,
@@ -129,6 +129,7 @@ def start(recipe: Recipe) -> Run:
     if recipe.device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"device = {recipe.device!r} is not there: this machine has only cpu")
     policy, tokenizer = load(recipe.model, device=recipe.device)
+    check_tasks((*recipe.in_domain, *recipe.out_of_domain), tokenizer)
     if recipe.dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype = {recipe.dtype!r}: train in float32, or in bfloat16 over float32 weights")
     policy.autocast = DTYPES[recipe.dtype] if recipe.dtype != "float32" else None
