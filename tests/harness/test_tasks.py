@@ -1,6 +1,5 @@
 """Tasks: their answers are right, wrong ones are not, splits differ, names and files that are wrong."""
 
-import json
 from itertools import islice
 
 import pytest
@@ -41,18 +40,6 @@ def test_arithmetic_agrees_with_python(text):
         assert got is None
 
 
-def test_math_from_a_file(tmp_path):
-    rows = [{"problem": "1+1?", "answer": "2"}, {"problem": "2+2?", "solution": "so \\boxed{\\frac{8}{2}}"}]
-    path = tmp_path / "math.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    task = tasks.task(f"math:{path}")
-    first, second = task.problems("test", 0)
-    assert task.reward(first, "I say \\boxed{3}, no, \\boxed{2}") == 1
-    assert task.reward(first, "2") == 0
-    assert second.answer == "\\frac{8}{2}"
-    assert len(list(islice(task.problems("train", 0), 7))) == 7
-
-
 def test_a_task_of_ones_own(tmp_path):
     (tmp_path / "mine.py").write_text(
         "class Mine:\n"
@@ -71,18 +58,10 @@ def test_a_task_of_ones_own(tmp_path):
     ("name", "sentence"),
     [
         ("contdown", "did you mean 'countdown'"),
-        ("math:nowhere.jsonl", "cannot be read"),
+        ("math:nowhere.jsonl", "nowhere.jsonl cannot be read: No such file"),
         ("nowhere.py:Task", "gave no task"),
     ],
 )
 def test_bad_names(name, sentence):
     with pytest.raises(ValueError, match=sentence):
         tasks.task(name)
-
-
-def test_bad_files(tmp_path):
-    path = tmp_path / "math.jsonl"
-    for content, sentence in (("", "the data is empty"), ("{}", "line 1"), ("nonsense", "line 1")):
-        path.write_text(content)
-        with pytest.raises(ValueError, match=sentence):
-            tasks.task(f"math:{path}")
