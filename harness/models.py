@@ -176,12 +176,22 @@ def load(path: str, *, dtype: str = "float32", device: str = "cpu") -> tuple[Cau
     package = transformers()
     try:
         model = package.AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
-        tokenizer = package.AutoTokenizer.from_pretrained(path)
+        tokenizer = _tokenizer_class(package, Path(path)).from_pretrained(path)
     except Exception as error:  # the loader raises whatever the hub, the disk or a config gives
         kind = "folder holds no complete model" if Path(path).is_dir() else "is neither a folder nor a hub name at hand"
         first = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise ValueError(f"model {path!r}: {kind} ({first[0]})") from None
     return CausalLM(model.to(device)).eval(), checked_tokenizer(tokenizer, path)
+
+
+def _tokenizer_class(package: Any, folder: Path) -> Any:
+    """AutoTokenizer, but for what was saved as the plain one: by a Qwen2 it would be read as Qwen2's own.
+
+    That one drops characters that it does not know without a word.
+    """
+    config = folder / "tokenizer_config.json"
+    plain = config.is_file() and json.loads(config.read_text()).get("tokenizer_class") == "TokenizersBackend"
+    return package.PreTrainedTokenizerFast if plain else package.AutoTokenizer
 
 
 def checked_tokenizer(tokenizer: Any, path: str) -> Any:
