@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from klgrad.analysis.store import load_block, save_block
 from klgrad.synth.configurations import Configuration
 from klgrad.synth.exact import check_lengths
 from klgrad.synth.policies import PolicyPair
-from klgrad.synth.sampling import Sampler, estimates, sampler_name
+from klgrad.synth.sampling import Sampler, Sums, estimates, sampler_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 FORMAT = 4  # of stored blocks: raise it when the same seed gives other numbers
+CPU = "cpu"  # the numpy engine, the reference; ``klgrad.synth.devices`` knows the others
 _BLOCK_SEQUENCES = 100_000  # of a block
 _MOST_ENTRIES = 1 << 28
 _MOST_TOKENS = 1e13
@@ -67,6 +68,7 @@ class Task(NamedTuple):
     Args:
         configurations: C of them.
         baselines: ``[C, L, d]`` the exact constants b.
+        device: ``cpu`` for the numpy engine, else where torch draws.
     """
 
     pair: PolicyPair
@@ -75,20 +77,19 @@ class Task(NamedTuple):
     samples: int
     seed: int
     baselines: np.ndarray
+    device: str = CPU
 
     def drawer(self) -> Callable[[Block], Drawn]:
         """The function that draws a block; its tables are made here, once."""
         configurations, samples = self.configurations, self.samples
         units = math.gcd(samples, *(c.group(samples) for c in configurations if c.baseline == "loo"))
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            sampler = Sampler(self.pair, configurations, self.lengths)
+        draw_sums, generator = self._engine()
 
         def draw(block: Block) -> Drawn:
-            stream = np.random.SeedSequence(self.seed, spawn_key=(block.length, block.first))
-            rng = np.random.Generator(np.random.SFC64(stream))
+            rng = generator(np.random.SeedSequence(self.seed, spawn_key=(block.length, block.first)))
             b = self.baselines[:, self.lengths.index(block.length)]
             with np.errstate(over="ignore", invalid="ignore"):
-                sums = sampler.sums(block.length, block.trials * (samples // units), units, rng)
+                sums = draw_sums(block.length, block.trials * (samples // units), units, rng)
                 each = [
                     estimates(c, s, block.trials, samples, constant)
                     for c, s, constant in zip(configurations, sums, b, strict=True)
@@ -96,6 +97,17 @@ class Task(NamedTuple):
             return np.stack([g for g, _ in each], axis=1), np.stack([v for _, v in each], axis=1)
 
         return draw
+
+    def _engine(self) -> tuple[Callable[..., list[Sums]], Callable[[np.random.SeedSequence], Any]]:
+        """The sampler's ``sums(length, units, size, rng)``, and what makes its rng."""
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            if self.device != CPU:
+                from klgrad.synth.devices import TorchSampler
+
+                there = TorchSampler(self.pair, self.configurations, self.device)
+                return there.sums, there.generator
+            here = Sampler(self.pair, self.configurations, self.lengths)
+        return here.sums, lambda stream: np.random.Generator(np.random.SFC64(stream))
 
 
 def blocks(lengths: Sequence[int], trials: int, samples: int) -> list[Block]:
@@ -111,6 +123,37 @@ def check_counts(trials: int, samples: int) -> None:
             raise ValueError(f"{name} = {count} is too few: a variance needs at least 2")
 
 
+def check_device(
+    device: str, scheduler: str | None = None, mend: str = "leave out --device to draw on the CPU"
+) -> None:
+    """Raise ValueError for a device that is unknown, is not here, or is asked of the workers of a scheduler."""
+    if device == CPU:
+        return
+    from klgrad.synth.devices import absence
+
+    if why := absence(device):
+        raise ValueError(f"{why}; {mend}")
+    if scheduler is not None:
+        raise ValueError(
+            f"--device {device} draws here and --scheduler {scheduler} elsewhere: "
+            "give one of them (KLGRAD_SCHEDULER counts too)"
+        )
+
+
+def identity(device: str) -> str:
+    """What blocks of the same request must agree on besides, in words; nothing for the CPU, the reference."""
+    if device == CPU:
+        return ""
+    from klgrad.synth.devices import identity
+
+    return identity(device)
+
+
+def sampler_used(pair: PolicyPair, configurations: Sequence[Configuration], device: str = CPU) -> str:
+    """Which sampler draws; torch draws whole paths."""
+    return sampler_name(pair, configurations) if device == CPU else "paths"
+
+
 def fingerprint(pair: PolicyPair) -> str:
     """A hash of every number of the pair."""
     import hashlib
@@ -124,17 +167,32 @@ def fingerprint(pair: PolicyPair) -> str:
 
 
 def store_of(
-    store: Path, pair: PolicyPair, configurations: Sequence[Configuration], trials: int, samples: int, seed: int
+    store: Path,
+    pair: PolicyPair,
+    configurations: Sequence[Configuration],
+    trials: int,
+    samples: int,
+    seed: int,
+    device: str = CPU,
 ) -> Path:
     """The folder below ``store`` that holds this request's finished blocks."""
-    return store / request_key(pair, configurations, trials, samples, seed)
+    return store / request_key(pair, configurations, trials, samples, seed, device)
 
 
-def request_key(pair: PolicyPair, configurations: Sequence[Configuration], trials: int, samples: int, seed: int) -> str:
-    """What a stored block must agree on to be taken up again."""
+def request_key(
+    pair: PolicyPair,
+    configurations: Sequence[Configuration],
+    trials: int,
+    samples: int,
+    seed: int,
+    device: str = CPU,
+) -> str:
+    """What a stored block must agree on to be taken up again; numbers of different devices never mix."""
     import hashlib
 
-    request = (FORMAT, fingerprint(pair), [str(c) for c in configurations], trials, samples, seed)
+    request: tuple[Any, ...] = (FORMAT, fingerprint(pair), [str(c) for c in configurations], trials, samples, seed)
+    if device != CPU:
+        request = (*request, identity(device))
     return hashlib.sha256(repr(request).encode()).hexdigest()[:16]
 
 
@@ -147,6 +205,7 @@ def simulate(
     samples: int = 1000,
     seed: int = 0,
     workers: int = 1,
+    device: str = CPU,
     scheduler: str | None = None,
     store: Path | None = None,
     progress: Progress | None = None,
@@ -159,15 +218,17 @@ def simulate(
         trials, samples: K trials of N sequences, each at least 2.
         seed: the same seed gives the same numbers at any number of workers.
         workers: threads; the numbers do not depend on it.
+        device: ``cpu``, or where torch draws: ``cuda``, ``cuda:N``, ``torch-cpu``. Other numbers of the same law.
         scheduler: the address of a Dask scheduler whose workers draw the blocks, bit for bit as here.
         store: a folder for finished blocks; those already there are taken up.
         progress: called with (blocks done, blocks in all).
 
     Raises:
         ValueError: for counts below 2, a length out of range, or groups that do not divide the samples, or
-            more estimates than fit in memory.
+            more estimates than fit in memory, or a device that is not here.
     """
     check_counts(trials, samples)
+    check_device(device, scheduler)
     wanted = check_lengths(pair, lengths)
     tokens = float(trials) * samples * float(wanted.sum())
     if tokens > _MOST_TOKENS:
@@ -182,17 +243,26 @@ def simulate(
         configuration.group(samples)
     task = Task(
         pair, tuple(configurations), tuple(wanted.tolist()), samples, seed,
-        _baselines(pair, configurations, wanted),
+        _baselines(pair, configurations, wanted), device,
     )  # fmt: skip
-    folder = None if store is None else store_of(store, pair, configurations, trials, samples, seed)
+    folder = None if store is None else store_of(store, pair, configurations, trials, samples, seed, device)
     todo = blocks(wanted.tolist(), trials, samples)
-    done = dict(_in_order(task, folder, todo, workers, scheduler, progress))
+    with _numerics(device):
+        done = dict(_in_order(task, folder, todo, workers, scheduler, progress))
     gradients, values = [], []
     for length in wanted:
         parts = [done[i] for i, block in enumerate(todo) if block.length == length]
         gradients.append(np.concatenate([g for g, _ in parts])[:trials])
         values.append(np.concatenate([v for _, v in parts])[:trials])
-    return Simulation(gradients, values, sampler_name(pair, configurations))
+    return Simulation(gradients, values, sampler_used(pair, configurations, device))
+
+
+def _numerics(device: str) -> AbstractContextManager[None]:
+    if device == CPU:
+        return nullcontext()
+    from klgrad.synth.devices import reproducible
+
+    return reproducible(device)
 
 
 def _baselines(pair: PolicyPair, configurations: Sequence[Configuration], lengths: np.ndarray) -> np.ndarray:
@@ -217,6 +287,8 @@ def _in_order(
     if not missing:
         return
     keep: Callable[[Block, Drawn], None] = (lambda *_: None) if folder is None else partial(_save, folder)
+    if task.device.startswith("cuda"):
+        workers = 1  # threads would only share its memory
     if scheduler is None:
         drawn = _draw_here(task.drawer(), keep, missing, workers)
     else:

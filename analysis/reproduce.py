@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from klgrad.analysis.montecarlo import fingerprint
-from klgrad.analysis.results import software, system
+from klgrad.analysis.montecarlo import CPU, fingerprint
+from klgrad.analysis.results import drawn_on, software, system
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,6 +29,7 @@ class Request(NamedTuple):
         command: without the program's name: ``figure1``.
         sources: each pair's preset, pair and behaviour as given, ``None`` where not.
         lengths: one list for each source.
+        device: which engine drew; ``cpu`` where nothing was drawn.
         question: what ``compare`` was asked besides: ``unbiased``, ``rank`` and ``error``; empty for others.
     """
 
@@ -40,6 +41,7 @@ class Request(NamedTuple):
     trials: int
     samples: int
     seed: int
+    device: str
     question: dict[str, Any]
 
 
@@ -75,6 +77,8 @@ def request(manifest: Mapping[str, Any]) -> Request:
     lengths = [[_positive(n) for n in each] for each in _list(asked, "lengths", list)]
     if not sources or len(sources) != len(lengths) or not all(lengths):
         raise ValueError(f"the manifest has {len(sources)} sources and {len(lengths)} lists of lengths: one for each")
+    exact_only = _of(asked, "exact_only", bool)
+    device = _of(asked, "device", str) if "device" in asked and not exact_only else CPU  # older manifests have none
     trials, samples, seed = (_of(asked, key, int) for key in ("trials", "samples", "seed"))
     if seed < 0:
         raise ValueError(f"the manifest's seed is {seed}: a seed is 0 or more")
@@ -83,10 +87,11 @@ def request(manifest: Mapping[str, Any]) -> Request:
         sources,
         lengths,
         _list(asked, "configurations", str),
-        _of(asked, "exact_only", bool),
+        exact_only,
         trials,
         samples,
         seed,
+        device,
         {key: _of(asked, key, *kinds, type(None)) for key, kinds in _QUESTION.items() if key in asked},
     )
 
@@ -111,12 +116,17 @@ def _positive(length: Any) -> int:
 
 
 def changes(manifest: Mapping[str, Any], pairs: Sequence[PolicyPair]) -> dict[str, tuple[str | None, str | None]]:
-    """(then, now) of all that the numbers depend on and is not as it was: versions, platform, the pairs' numbers."""
-    then: dict[str, str] = {"platform": _printable(manifest.get("platform"))}
+    """(then, now) of all that the numbers depend on and is not as it was: versions, hardware, the pairs' numbers."""
+    then: dict[str, str] = {key: _printable(manifest[key]) for key in ("platform", "device") if key in manifest}
     for field, prefix in (("software", ""), ("pairs", "pair ")):
         given = manifest.get(field)
         then |= {prefix + _printable(k): _printable(v) for k, v in given.items()} if isinstance(given, dict) else {}
-    now = {"platform": system(), **software(), **{f"pair {pair.name}": fingerprint(pair) for pair in pairs}}
+    now = {
+        "platform": system(),
+        **drawn_on(manifest["request"]),
+        **software(),
+        **{f"pair {pair.name}": fingerprint(pair) for pair in pairs},
+    }
     names = dict.fromkeys([*then, *now])
     return {name: (then.get(name), now.get(name)) for name in names if then.get(name) != now.get(name)}
 

@@ -10,7 +10,7 @@ import json
 import platform
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from klgrad.analysis.montecarlo import Progress, Simulation, check_counts, fingerprint, simulate
+from klgrad.analysis.montecarlo import CPU, Progress, Simulation, check_counts, fingerprint, identity, simulate
 from klgrad.files import write_together
 from klgrad.synth import exact
 from klgrad.synth.configurations import Configuration
@@ -50,6 +50,7 @@ def compare(
     seed: int = 0,
     exact_only: bool = False,
     workers: int = 1,
+    device: str = CPU,
     scheduler: str | None = None,
     store: Path | None = None,
     progress: Progress | None = None,
@@ -84,8 +85,8 @@ def compare(
     if not exact_only:
         drawn = simulate(
             pair, configurations, lengths,
-            trials=trials, samples=samples, seed=seed, workers=workers, scheduler=scheduler, store=store,
-            progress=progress,
+            trials=trials, samples=samples, seed=seed, workers=workers, device=device, scheduler=scheduler,
+            store=store, progress=progress,
         )  # fmt: skip
         rows += _monte_carlo_rows(pair, found, lengths, kls, truth, drawn, trials, samples)
     return pd.DataFrame(rows, columns=list(COLUMNS))
@@ -227,7 +228,14 @@ def manifest(command: str, pairs: Sequence[PolicyPair], request: dict[str, Any])
         "pairs": {pair.name: fingerprint(pair) for pair in pairs},
         "software": software(),
         "platform": system(),
+        **drawn_on(request),
     }
+
+
+def drawn_on(request: Mapping[str, Any]) -> dict[str, str]:
+    """What hardware drew, where it was not the reference on the CPU."""
+    device = CPU if request.get("exact_only") else request.get("device", CPU)
+    return {} if device == CPU else {"device": identity(device)}
 
 
 def system() -> str:

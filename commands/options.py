@@ -53,11 +53,12 @@ class Drawing:
     workers: int | None
     quiet: bool
     scheduler: str | None = None
+    device: str = "cpu"
 
     @property
-    def request(self) -> dict[str, int]:
+    def request(self) -> dict[str, Any]:
         """What decides the numbers."""
-        return {"trials": self.trials, "samples": self.samples, "seed": self.seed}
+        return {"trials": self.trials, "samples": self.samples, "seed": self.seed, "device": self.device}
 
     @property
     def threads(self) -> int:
@@ -153,6 +154,14 @@ sampling_options = grouped(
     ),
     click.option("-q", "--quiet", is_flag=True, help="No progress, notes or summary."),
     scheduler_option,
+    click.option(
+        "--device",
+        default="cpu",
+        show_default=True,
+        metavar="DEVICE",
+        help="Where to draw: cpu (numpy, the reference), cuda or cuda:N (torch on a GPU), torch-cpu (the same without "
+        "one). Each draws other numbers of the same law.",
+    ),
 )
 out_option = click.option(
     "--out", type=click.Path(path_type=Path), default=Path("out"), show_default=True, help="Folder to write to."

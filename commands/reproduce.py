@@ -57,6 +57,7 @@ def reproduce(
     """
     from klgrad.analysis import reproduce as again
     from klgrad.analysis import results
+    from klgrad.analysis.montecarlo import check_device
 
     then, provenance = results.load(manifest)
     asked = again.request(provenance)
@@ -64,7 +65,10 @@ def reproduce(
         raise ValueError(f"--out {out} is where {manifest} lies: give another folder, so that it is not overwritten")
     saved = manifest.with_suffix(".csv")
     text = saved.read_bytes() if saved.exists() else None
-    drawing = Drawing(asked.trials, asked.samples, asked.seed, workers, quiet, scheduler)
+    check_device(
+        asked.device, mend=f"{manifest} was drawn on {asked.device}, and only there its numbers come out again"
+    )
+    drawing = Drawing(asked.trials, asked.samples, asked.seed, workers, quiet, scheduler, asked.device)
     sources = [_source(given, pair) for given in asked.sources]
     pairs = [pair_of(source, max(lengths)) for source, lengths in zip(sources, asked.lengths, strict=True)]
     now = _run(asked, sources, drawing, out)

@@ -48,9 +48,10 @@ def sweep(
     import pandas as pd
 
     from klgrad.analysis import results
-    from klgrad.analysis.montecarlo import check_counts, store_of
+    from klgrad.analysis.montecarlo import check_counts, check_device, store_of
 
     check_counts(drawing.trials, drawing.samples)
+    check_device(drawing.device, drawing.scheduler)
     wanted = [lengths_of(each, source) for each, source in zip(lengths, sources, strict=True)]
     pairs = [pair_of(source, max(each)) for source, each in zip(sources, wanted, strict=True)]
     configurations = configurations_of(configs, pairs, drawing.quiet)
@@ -88,13 +89,15 @@ def _request(
     exact_only: bool,
 ) -> dict[str, Any]:
     """What was asked, for the manifest, with the sampler that each pair's request chose."""
-    from klgrad.synth.sampling import sampler_name
+    from klgrad.analysis.montecarlo import sampler_used
 
     return {
         "sources": [vars(source) for source in sources],
         "configurations": [str(c) for c in configurations],
         "lengths": lengths,
         "exact_only": exact_only,
-        "samplers": {} if exact_only else {pair.name: sampler_name(pair, configurations) for pair in pairs},
+        "samplers": {}
+        if exact_only
+        else {pair.name: sampler_used(pair, configurations, drawing.device) for pair in pairs},
         **drawing.request,
     }

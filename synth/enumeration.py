@@ -229,23 +229,25 @@ class Batch:
 
 
 def torch_policy(
-    pair: PolicyPair, features: Float[np.ndarray, "S V d"] | None = None
+    pair: PolicyPair, features: Float[np.ndarray, "S V d"] | None = None, *, device: Any = None
 ) -> tuple[Any, Callable[..., Any]]:
     """The pair's policy as ``(theta, model)``: a torch leaf ``[d]``, and ``contexts [B, T] -> log-probs [B, T, V]``.
 
-    Tabular policies need no features; others are given theirs.
+    Tabular policies need no features; others are given theirs. ``device`` is torch's; ``None`` for the CPU.
     """
     import torch
 
-    theta = torch.tensor(pair.policy.theta, dtype=torch.float64, requires_grad=True)
-    alive = torch.as_tensor(np.flatnonzero(pair.automaton.alive))
+    theta = torch.tensor(pair.policy.theta, dtype=torch.float64, device=device, requires_grad=True)
+    alive = torch.as_tensor(np.flatnonzero(pair.automaton.alive), device=device)
     shape = pair.automaton.next_context.shape
 
     def model(contexts: Any) -> Any:
         if features is not None:
-            logits = torch.as_tensor(features) @ theta
+            logits = torch.as_tensor(features, device=device) @ theta
         else:
-            logits = torch.zeros(shape, dtype=torch.float64).index_put((alive,), theta.reshape(-1, shape[1]))
+            logits = torch.zeros(shape, dtype=torch.float64, device=device).index_put(
+                (alive,), theta.reshape(-1, shape[1])
+            )
         return torch.log_softmax(logits, -1)[contexts]
 
     return theta, model
@@ -261,6 +263,7 @@ def torch_batches(
     inputs: str = "contexts",
     chunk: int = 4096,
     limit: int = MAX_SEQUENCES,
+    device: Any = None,
 ) -> Iterator[tuple[Any, Batch]]:
     """Every sequence in chunks, as ``(probability [B] under the sampler, Batch)``.
 
@@ -273,14 +276,15 @@ def torch_batches(
         reference: the same for the reference.
         behaviour: the same for the sampler; ``None`` on-policy.
         chunk: sequences held at once.
+        device: torch's, where the models are and the batches will be; ``None`` for the CPU.
     """
     import torch
 
     for every in sequence_chunks(automaton, length, chunk, limit=limit):
-        tokens, mask = torch.as_tensor(every.tokens), torch.as_tensor(every.mask)
+        tokens, mask = (torch.as_tensor(array, device=device) for array in (every.tokens, every.mask))
         seen = every.contexts if inputs == "contexts" else every.tokens
         family, of = _families(seen if inputs == "contexts" else seen[:, :-1])
-        given, rows = torch.as_tensor(seen[family]), torch.as_tensor(of)
+        given, rows = (torch.as_tensor(array, device=device) for array in (seen[family], of))
         full = model(given)[rows]
         with torch.no_grad():
             full_reference = reference(given)[rows]
