@@ -83,6 +83,12 @@ BENCHMARKS: dict[str, Benchmark] = {
         ("--sequences", "1000"),
         rounds_inside=True,
     ),
+    "device": Benchmark(
+        "the torch engine without a GPU against the numpy engine, by kind of request",
+        {"klgrad": script("device_rate.py")},
+        ("--trials", "4"),
+        rounds_inside=True,
+    ),
     "exact": Benchmark(
         "exact means and variances of six configurations",
         {"klgrad": script("exact_moments.py")},
