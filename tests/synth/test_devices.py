@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from extremes import extreme_pairs
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from scipy import stats
 from strategies import BASELINES, Plain, assert_close, build_world, configurations, worlds
@@ -30,6 +30,13 @@ PATHS = parse("k1-in-reward+rtg+prefix-ratio+length-mean")  # what makes the num
 NAMES = ["k1-in-reward", "k3-in-loss+token-ratio+length-mean", "full-in-both+rtg+prefix-ratio", "k3-in-both+loo"]
 NAMES += ["full-in-loss+sequence-ratio", "k1-in-reward+future+optimal-baseline-per-coordinate", "k2-in-loss+divide=7"]
 NAMES += ["k1-in-both+token+loo=4", "k3-in-reward+rollout-value+mean-baseline", "jeffreys-in-both+rtg+b=0.3"]
+# what shares sums by edge where it may, and must not where its weights run ahead of the token
+SHARED = [
+    "full-in-both+prefix-ratio+loo",
+    "k3-in-loss+prefix-ratio",
+    "full-in-loss+token-ratio",
+    "k1-in-both+token-ratio",
+]
 
 
 @pytest.fixture(params=["torch-cpu", "cuda"])
@@ -131,6 +138,7 @@ def test_sums_are_those_of_the_plain_formula(device, world, configuration):
     asked=st.lists(configurations(baselines=(*BASELINES, "loo", "loo=3")), min_size=1, max_size=4),
     size=st.integers(1, 3),
 )
+@example(world=build_world("markov", 3, 3, off=True), asked=[parse(name) for name in SHARED], size=2)
 def test_the_same_paths_give_the_same_sums_as_the_numpy_engine(device, world, asked, size):
     path, _ = every_path(world.pair, world.length)
     units = len(path) // size
