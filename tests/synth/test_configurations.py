@@ -65,6 +65,7 @@ def test_a_number_may_be_written_any_way(number):
         ("k3-straight-through-in-loss", "k3-straight-through-in-loss"),
         ("k1-in-reward+length-mean+optimal-baseline", "k1-in-reward+optimal-baseline+length-mean"),
         ("k1-in-reward+rollout-value+divide = 1024+b= -1", "k1-in-reward+b=-1+divide=1024+rollout-value"),
+        ("k1-in-reward+loo=4.0", "k1-in-reward+loo=4"),
         ("k3-in-loss+live-token-ratio", "k3-in-both+token+token-ratio"),
         ("k3-in-loss+live-prefix-ratio", "k3-in-both+rtg+prefix-ratio"),
         ("k3-in-loss+live-sequence-ratio+length-mean", "k3-in-both+sequence-ratio+length-mean"),
@@ -134,6 +135,8 @@ def test_what_cannot_be_is_refused_with_a_message(text, message):
         ({"aggregation": "token-mean"}, "unknown aggregation 'token-mean'"),
         ({"aggregation": "divide", "divisor": float("inf")}, "must be positive and finite"),
         ({"aggregation": "divide", "divisor": float("nan")}, "must be positive and finite"),
+        ({"divisor": 2.0}, "a divisor of 2 needs the aggregation 'divide', not 'sum'"),
+        ({"divisor": -1.0}, "a divisor of -1 needs the aggregation 'divide', not 'sum'"),
         ({"baseline": "loo", "baseline_value": float("inf")}, "must be a group size of 2 or more"),
         ({"placement": "loss", "credit": "rtg"}, "credit belongs to the reward placement"),
     ],
@@ -151,6 +154,8 @@ def test_placements_are_what_they_say():
 def test_group_sizes():
     assert parse("k1-in-reward+loo").group(12) == 12
     assert parse("k1-in-reward+loo=4").group(12) == 4
+    assert parse("k1-in-reward+loo=2").group(2) == 2
+    assert parse("k1-in-reward").group(1) == 1  # without groups one sample is enough
     for text, samples in (("loo", 1), ("loo=5", 12), ("loo=24", 12)):
         with pytest.raises(ValueError, match="cannot be split into groups"):
             parse(f"k1-in-reward+{text}").group(samples)
@@ -195,6 +200,9 @@ def test_a_ratio_cannot_make_up_for_tokens_that_are_never_sampled():
         ("k1-in-reward+mean-baseline+prefix-ratio", WORLD.pair),
         ("k1-in-reward+loo+length-mean", build_world("markov", 2, 3).pair),
         ("k1-in-reward+mean-baseline", None),
+        ("k1-in-reward+prefix-ratio", None),
+        ("k1-in-both", None),
+        ("k1-in-reward+future", None),
     ],
 )
 def test_what_is_right_is_not_cautioned(text, world):
