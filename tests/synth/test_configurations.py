@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import Plain, assert_close, build_world, configurations, grid, worlds
 
-from klgrad.synth.automata import markov
+from klgrad.synth.automata import Automaton, markov
 from klgrad.synth.configurations import (
     OPTIONS,
     PLACEMENTS,
@@ -209,6 +209,13 @@ def test_what_is_right_is_not_cautioned(text, world):
     assert parse(text).cautions(world) == []
 
 
+def test_an_end_that_is_the_first_context_is_an_end_too():
+    automaton = Automaton(np.array([[0, 0], [1, 0]]), 1, 0)
+    pair = PolicyPair(automaton, tabular(automaton, np.zeros((2, 2))), log_softmax(np.array([[0.0, 0.0], [1.0, 0.0]])))
+    (caution,) = parse("k1-in-reward+loo+length-mean").cautions(pair)
+    assert "random length" in caution
+
+
 @pytest.mark.parametrize("text", ["k1-in-reward+b=3", "k1-in-reward+b=3+length-mean", "k1-in-reward+b=3+token-ratio"])
 @pytest.mark.parametrize("off", [False, True])
 @pytest.mark.parametrize("eos", [False, True])
@@ -280,6 +287,14 @@ def test_padding_never_leaks(name, poison):
         assert (a is None) == (b is None)
         if a is not None:
             np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("padded", ["log_probs", "reference", "behaviour"])
+@pytest.mark.parametrize("name", ["k3-in-both+prefix-ratio", "k3-in-reward+token-ratio+rollout-value"])
+def test_padding_of_one_side_alone_overflows_nothing(name, padded):
+    clean = arrays(WORLD, 0.0)
+    dirty = clean | {padded: np.where(clean["mask"], clean[padded], -1e9)}  # a warning would fail this test
+    np.testing.assert_array_equal(*(score_coefficients(parse(name), **batch)[0] for batch in (clean, dirty)))
 
 
 def test_padding_that_counted_would_be_seen():

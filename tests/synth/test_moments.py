@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from strategies import Plain, World, assert_close, build_world, configurations, grid, thinned_worlds, worlds
 
 from klgrad.synth import products, rows
-from klgrad.synth.automata import markov, positional
+from klgrad.synth.automata import Automaton, markov, positional
 from klgrad.synth.configurations import parse
 from klgrad.synth.enumeration import enumerate_configuration, enumerate_leave_one_out, log_probability, sequences
 from klgrad.synth.exact import true_gradient
@@ -498,6 +498,21 @@ def test_moments_cannot_be_altered():
     (m,) = moments(TINY.pair, [parse("k1-in-reward")], [2])
     with pytest.raises(FrozenInstanceError):
         m.mean = np.zeros((1, 2))
+
+
+def test_the_numbers_of_contexts_mean_nothing(engine):
+    """The end as context 0, where a careless ``end > 0`` would overlook it."""
+    old, automaton = GRID_WORLD.pair, GRID_WORLD.pair.automaton
+    back = np.roll(np.arange(automaton.contexts), 1)  # what a new number was before
+    now = np.argsort(back)
+    renumbered = Automaton(now[automaton.next_context[back]], int(now[automaton.start]), int(now[automaton.end]))
+    policy = linear(renumbered, GRID_WORLD.features[back], old.policy.theta)
+    pair = PolicyPair(renumbered, policy, old.reference[back], old.behaviour[back])
+    assert renumbered.end == 0
+    chosen = [parse("k3-in-both+prefix-ratio+length-mean"), parse("k1-in-reward+loo")]
+    for a, b in zip(*(moments(p, chosen, [1, 3], covariance="diagonal") for p in (old, pair)), strict=True):
+        assert_close(a.mean, b.mean)
+        assert_close(a.covariance, b.covariance)
 
 
 def test_a_divisor_acts_with_divide_only():
