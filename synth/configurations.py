@@ -147,7 +147,7 @@ class Configuration:
         size = int(self.baseline_value) or samples
         if self.baseline == "loo" and (size < 2 or samples % size):
             raise ValueError(
-                f"{self}: {samples} samples cannot be split into groups of {number(size)}: "
+                f"{self}: {samples} samples cannot be split into groups of {size}: "
                 "give samples in a multiple of the group"
             )
         return size
@@ -229,7 +229,7 @@ def parse(text: str) -> Configuration:
         else:
             put(kind, choice, option)
         if given is not None:
-            if kind == "baseline" and choice == "loo" and given == 0:
+            if choice == "loo" and given == 0:
                 raise ValueError("loo=0 must be a group size of 2 or more")
             fields["divisor" if kind == "aggregation" else "baseline_value"] = given
     if any(option.strip() in _LIVE for option in tail):
@@ -285,11 +285,9 @@ def score_coefficients(
         full_log_probs, full_reference = (
             xp.where(mask[..., None], full, xp.zeros_like(full)) for full in (full_log_probs, full_reference)
         )
-        values = xp.where(mask, est.value(full_log_probs, full_reference), zero)
-    elif configuration.rollout_value:
-        values = xp.where(mask, est.value(delta - log_rho), zero)
+        values = est.value(full_log_probs, full_reference)  # every value is 0 at the reference, hence on padding
     else:
-        values = xp.where(mask, est.value(delta), zero)
+        values = est.value(delta - log_rho if configuration.rollout_value else delta)
     own, before = importance_ratios(configuration.ratio, log_rho, xp)  # omega(t, t), and the ratio ahead of token t
     inside = before if est.full and configuration.ratio == "prefix" else own
     token = zero

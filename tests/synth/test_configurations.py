@@ -321,8 +321,9 @@ def test_leave_one_out_groups_must_divide_the_batch():
         score_coefficients(parse("k1-in-reward+loo=4"), **arrays(WORLD))
 
 
-def test_a_full_vocabulary_estimator_needs_the_full_log_probs():
-    few = {name: table for name, table in arrays(WORLD).items() if not name.startswith("full")}
+@pytest.mark.parametrize("missing", [["full_log_probs"], ["full_reference"], ["full_log_probs", "full_reference"]])
+def test_a_full_vocabulary_estimator_needs_the_full_log_probs(missing):
+    few = {name: table for name, table in arrays(WORLD).items() if name not in missing}
     with pytest.raises(ValueError, match="full-in-loss needs the full next-token log-probs"):
         score_coefficients(parse("full-in-loss"), **few)
 
