@@ -7,12 +7,13 @@ BASE := $(VENV)/.base
 DEV := $(VENV)/.dev
 AUDIT := $(VENV)/audit
 LLM := $(VENV)/.llm
+MUTATE := $(VENV)/.mutate
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
 # An environment that was moved, or has lost its Python, is made anew.
-$(shell [ -x $(BIN)/python ] && grep -qxF -- "$(CURDIR)" $(BASE) 2>/dev/null || rm -f $(BASE) $(DEV) $(LLM))
+$(shell [ -x $(BIN)/python ] && grep -qxF -- "$(CURDIR)" $(BASE) 2>/dev/null || rm -f $(BASE) $(DEV) $(LLM) $(MUTATE))
 
-.PHONY: help figure1 llm test check slow fuzz bench audit docs clean
+.PHONY: help figure1 llm test check slow fuzz mutate bench audit docs clean
 
 SECONDS ?= 600
 
@@ -43,6 +44,9 @@ fuzz: $(DEV) ## extreme models and odd input, other seeds each round, for SECOND
 	@seed=$$(date +%s); end=$$((seed + $(SECONDS))); while [ $$(date +%s) -lt $$end ]; do \
 	  seed=$$((seed + 1)); echo "fuzz: seed $$seed"; HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -q -n 2 \
 	  -m "slow or not slow" --hypothesis-seed=$$seed tests/fuzz || exit 1; done
+
+mutate: $(MUTATE) ## every small wrong change of the core must fail a test; an hour, goes on where it was interrupted
+	$(BIN)/python tests/mutation/run.py $(MODULES)
 
 bench: $(BASE) ## time and memory, against plain PyTorch
 	$(BIN)/python benchmarks/run.py
@@ -76,6 +80,11 @@ $(DEV): $(BASE)
 	@$(PIP) -e ".[dev,docs]"
 	@rm -rf $(VENV)/typing && mkdir -p $(VENV)/typing/klgrad
 	@ln -s $(addprefix ../../../,$(wildcard *.py) $(patsubst %/__init__.py,%,$(wildcard */__init__.py))) $(VENV)/typing/klgrad
+	@touch $@
+
+$(MUTATE): $(DEV)
+	@echo "installing the mutation tool into $(VENV) (once)"
+	@$(PIP) -e ".[mutation]"
 	@touch $@
 
 $(AUDIT)/.ready: $(BASE) tests/audit/light.txt tests/audit/bare.txt
