@@ -15,6 +15,7 @@ from klgrad.synth.configurations import (
     PLACEMENTS,
     RATIOS,
     Configuration,
+    importance_ratios,
     parse,
     score_coefficients,
 )
@@ -319,6 +320,18 @@ def test_leave_one_out_within_the_batch(text, ratio):
 def test_leave_one_out_groups_must_divide_the_batch():
     with pytest.raises(ValueError, match="15 samples cannot be split into groups of 4"):
         score_coefficients(parse("k1-in-reward+loo=4"), **arrays(WORLD))
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_importance_ratios_by_hand(ratio):
+    rho = np.array([[2.0, 3.0, 0.5], [1.0, 4.0, 7.0]])
+    ones, run = np.ones_like(rho), np.array([[2.0, 6.0, 3.0], [1.0, 4.0, 28.0]])
+    whole = np.array([[3.0] * 3, [28.0] * 3])
+    own, before = {"none": (ones, ones), "token": (rho, ones), "prefix": (run, run / rho), "sequence": (whole, whole)}[
+        ratio
+    ]
+    for got, wanted in zip(importance_ratios(ratio, np.log(rho), np), (own, before), strict=True):
+        assert_close(got, wanted, 1e-14)  # shapes included
 
 
 @pytest.mark.parametrize("missing", [["full_log_probs"], ["full_reference"], ["full_log_probs", "full_reference"]])
