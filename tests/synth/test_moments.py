@@ -488,6 +488,7 @@ def test_a_full_covariance_fits_up_to_a_bound_and_is_refused_beyond():
     assert not full_fits(beyond)
     with pytest.raises(ValueError, match="a full covariance over d = 513 parameters does not fit: ask for the diag"):
         moments(beyond, [parse("k1-in-reward")], [1], covariance="full")
+    assert moments(beyond, [parse("k1-in-reward")], [1])[0].covariance.shape == (1,)  # what the refusal offers
 
 
 def test_no_configurations_have_no_moments():
