@@ -320,6 +320,16 @@ def test_the_baseline_reported_is_the_one_its_name_stands_for(ratio):
     np.testing.assert_array_equal(loo.baseline, mean.baseline)
 
 
+@pytest.mark.parametrize("unit", [1e-8, 1e8])
+def test_an_optimal_baseline_does_not_depend_on_the_units_of_parameters(unit):
+    old, features = GRID_WORLD.pair, GRID_WORLD.features
+    pair = replace(old, policy=linear(old.automaton, features * unit, old.policy.theta / unit))
+    for option in ("optimal-baseline", "optimal-baseline-per-coordinate"):
+        a, b = (moments(p, [parse(f"k1-in-reward+{option}")], [3], covariance="none")[0] for p in (old, pair))
+        assert np.abs(a.baseline).min() > 0.01
+        assert_close(b.baseline, a.baseline, 1e-8)
+
+
 def test_a_coordinate_without_scores_has_the_optimal_baseline_zero():
     automaton = markov(2, 0)
     features = np.array([[[1.0, 0.0], [0.0, 0.0]]])  # the second parameter does nothing
