@@ -511,6 +511,15 @@ def test_moments_cannot_be_altered():
     (m,) = moments(TINY.pair, [parse("k1-in-reward")], [2])
     with pytest.raises(FrozenInstanceError):
         m.mean = np.zeros((1, 2))
+    assert m in {m}  # by identity: arrays have neither a truth value nor a hash
+
+
+def test_moments_are_of_a_thousand_samples_unless_said_otherwise():
+    default, thousand, fewer = (
+        moments(TINY.pair, [parse("k1-in-reward+loo")], [2], **options)[0].covariance
+        for options in ({}, {"samples": 1000}, {"samples": 999})
+    )
+    assert default == thousand < fewer
 
 
 def test_the_numbers_of_contexts_mean_nothing(engine):
