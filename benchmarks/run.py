@@ -4,12 +4,14 @@
 
 Every round runs each side once, in order, so that whatever else the machine does meets all sides alike; what is
 compared is the ratio within a round. Three measures: wall and CPU time of the process, start-up included, and the
-seconds of work that a side reports of itself, start-up left out. Nothing here passes or fails on a time.
+seconds of work that a side reports of itself, start-up left out. Nothing here passes or fails on a time; what
+needs a package that is not installed is skipped, and says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -27,7 +29,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 MEASURES = ("wall", "cpu", "work")
-PACKAGES = ("klgrad", "numpy", "scipy", "torch")
+PACKAGES = ("klgrad", "numpy", "scipy", "torch", "torch-struct", "trl")
 
 Row = dict[str, Any]
 
@@ -40,13 +42,18 @@ class Benchmark:
         title: what is measured, for the heading.
         sides: label -> arguments of the interpreter. The first is klgrad's; ratios are the others over it.
         quick: arguments that make each side small, for a trial run.
-        rounds_inside: the process takes the rounds as ``--rounds`` and takes turns inside.
+            A side that is alone takes turns inside and prints what it found.
+        rounds_inside: it is told the rounds as ``--rounds``.
+        needs: packages without which it is skipped.
+        folder: a folder without which it is skipped, and how to make it.
     """
 
     title: str
     sides: dict[str, tuple[str, ...]]
     quick: tuple[str, ...] = ()
     rounds_inside: bool = False
+    needs: tuple[str, ...] = ()
+    folder: str | None = None
 
 
 def script(name: str, *arguments: str) -> tuple[str, ...]:
@@ -95,16 +102,50 @@ BENCHMARKS: dict[str, Benchmark] = {
         ("--doublings", "2"),
         rounds_inside=True,
     ),
+    "semiring": Benchmark(
+        "exact KL and its gradient: V = 2, 8, 32 at T = 50, 200",
+        {"klgrad": script("klgrad_kl.py"), "torch-struct": script("baseline_semiring.py")},
+        ("--vocabularies", "2,4", "--lengths", "10"),
+        needs=("torch_struct",),
+    ),
+    "enumeration": Benchmark(
+        "exact means and variances of six configurations at T = 14, against all 16,384 sequences",
+        {"klgrad": script("klgrad_exact.py"), "enumeration": script("baseline_enumeration.py")},
+        ("--length", "6"),
+    ),
+    "growth": Benchmark(
+        "log-log slopes of time in T, V, N and d",
+        {"klgrad": script("growth.py")},
+        ("--sizes", "2"),
+        rounds_inside=True,
+    ),
     "dynamics": Benchmark(
         "training: 20 configurations x 5 seeds x 50 steps of 256 sequences of 20 tokens, exact measures at every step",
         {"klgrad": script("klgrad_dynamics.py"), "torch": script("baseline_dynamics.py")},
         ("--steps", "2"),
+    ),
+    "step": Benchmark(
+        "a training step of a tiny language model against TRL's RLOOTrainer",
+        {"klgrad": script("llm_step.py", "out/tiny")},
+        needs=("trl", "datasets"),
+        folder="out/tiny",
     ),
     "startup": Benchmark(
         "the command line's help against importing torch",
         {"klgrad": ("-m", "klgrad.cli", "--help"), "torch": ("-c", "import torch")},
     ),
 }
+
+
+def missing(benchmark: Benchmark) -> str | None:
+    """Why it cannot be run here, in one sentence; None where it can."""
+    for package in benchmark.needs:
+        if importlib.util.find_spec(package) is None:
+            name = package.replace("_", "-")
+            return f"skipped: it needs {name}, which is not installed (pip install {name})"
+    if benchmark.folder and not Path(benchmark.folder).is_dir():
+        return f"skipped: it needs {benchmark.folder} (klgrad llm pretrain --out {benchmark.folder})"
+    return None
 
 
 def pin() -> int | None:
@@ -196,9 +237,10 @@ def run(benchmark: Benchmark, rounds: int, *, quick: bool) -> Row:
     """Run one benchmark and print it; what it measured, for the file."""
     extra = benchmark.quick if quick else ()
     sides = {label: (*arguments, *extra) for label, arguments in benchmark.sides.items()}
-    if benchmark.rounds_inside:
+    if len(sides) == 1:
         (arguments,) = sides.values()
-        _, said = run_once((*arguments, "--rounds", str(rounds)))
+        _, said = run_once((*arguments, "--rounds", str(rounds)) if benchmark.rounds_inside else arguments)
+        said.setdefault("results", [said.copy()])
         for result in said["results"]:
             for key, value in result.items():
                 print(f"  {key:45} {value:,.4g}" if isinstance(value, float) else f"  {key:45} {value}")
@@ -226,6 +268,10 @@ def main() -> int:
     for name in arguments.only or BENCHMARKS:
         benchmark = BENCHMARKS[name]
         print(f"\n{name}: {benchmark.title}{' (quick: smaller than that)' if arguments.quick else ''}", flush=True)
+        if why := missing(benchmark):
+            record["benchmarks"][name] = {"skipped": why}
+            print(f"  {why}")
+            continue
         try:
             record["benchmarks"][name] = run(benchmark, arguments.rounds, quick=arguments.quick)
         except RuntimeError as error:

@@ -223,7 +223,7 @@ def _finish(
     else:
         variance = of[(plan.estimate, plan.estimate, 2 * plan.power)][:, 0] - value**2
         variance = np.maximum(variance, 0.0) / divisor**2
-    b = np.broadcast_to(b, mean.shape)
+    b = np.zeros_like(mean) + b
     return Moments(configuration, mean / divisor, spread, value / divisor, variance, b)
 
 

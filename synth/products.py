@@ -23,7 +23,7 @@ from klgrad.synth.memory import keep_freed_memory
 from klgrad.synth.rows import Row, Rows
 
 _DENSE_WORK = 3e7  # multiply-adds of one operator product up to which doubling beats stepping
-_CHUNK = 128
+_CHUNK, _HIGHEST_POWER = 256, 64
 
 Pair = tuple[Row, Row]
 Product = tuple[Row, Row, int]  # two rows and the power of 1/|y| their product is weighted with
@@ -41,27 +41,33 @@ class _System:
         self.automaton = rows.pair.automaton
         self.mu = np.exp(rows.pair.sampler) * rows.pair.possible
         self.updates: list[np.ndarray] = []
-        numbered: dict[Row, list[tuple[Row, int]]] = {}
+        # Rows and products are known by numbers, whose hashes are cheap: product (a, b) of R rows is a R + b
+        self.number = {row: i for i, row in enumerate(sorted(rows.update))}
+        numbered: list[list[tuple[int, int]]] = [[] for _ in self.number]
         for row, update in rows.update.items():
-            numbered[row] = [(source, len(self.updates) + i) for i, (source, _) in enumerate(update)]
+            numbered[self.number[row]] = [
+                (self.number[source], len(self.updates) + i) for i, (source, _) in enumerate(update)
+            ]
             self.updates += [coefficient for _, coefficient in update]
-        self.index: dict[Pair, int] = {}
+        R = len(numbered)
+        self.index: dict[int, int] = {}
         for product in wanted:
-            self.index.setdefault(self.canonical(product), len(self.index))
+            self.index.setdefault(self.code(product), len(self.index))
         self.order = list(self.index)
         self.terms: list[tuple[int, int, int, int]] = []  # target, origin, i, j
-        for target, (one, two) in enumerate(self.order):  # which grows meanwhile
-            for a, i in numbered[one]:
-                for b, j in numbered[two]:
-                    product = self.canonical((a, b))
-                    origin = self.index.setdefault(product, len(self.order))
+        for target, known in enumerate(self.order):  # which grows meanwhile
+            for a, i in numbered[known // R]:
+                for b, j in numbered[known % R]:
+                    code = a * R + b if ordered or a <= b else b * R + a
+                    origin = self.index.setdefault(code, len(self.order))
                     if origin == len(self.order):
-                        self.order.append(product)
+                        self.order.append(code)
                     self.terms.append((target, origin, i, j))
 
-    def canonical(self, product: Pair) -> Pair:
-        a, b = product
-        return product if self.ordered or a <= b else (b, a)
+    def code(self, product: Pair) -> int:
+        """The product's number; the same for (b, a) where order does not matter."""
+        a, b = (self.number[row] for row in product)
+        return (a if self.ordered or a <= b else b) * len(self.number) + (b if self.ordered or a <= b else a)
 
     # Two ways to move the products, chosen by size: both apply the same terms. Each yields, chunk by chunk,
     # (t, running, arrived): [r, k, n] of the products asked for, summed over the contexts that emit, and what of them
@@ -74,25 +80,21 @@ class _System:
 
     def _started(self) -> list[int]:
         """Products that are 1 at the empty prefix; all others are 0."""
-        return [i for i, (a, b) in enumerate(self.order) if a in self.rows.initial and b in self.rows.initial]
+        initial, R = {self.number[row] for row in self.rows.initial}, len(self.number)
+        return [i for i, code in enumerate(self.order) if code // R in initial and code % R in initial]
 
     def _operator(self) -> np.ndarray:
         """``[n, m, S, m, S]`` the dense operator of every coordinate."""
         m, (S, V), n = len(self.order), self.mu.shape, len(self.left)
         first = self._tables(self.left)
         second = first if self.right is self.left else self._tables(self.right)
-        target, origin, i, j = np.array(self.terms).T
-        stacked = self.mu.reshape(-1, 1) * first[i] * second[j]
-        key = target * m + origin
-        order = key.argsort(kind="stable")
-        fresh = np.append(0, np.flatnonzero(np.diff(key[order])) + 1)
-        stacked = np.add.reduceat(stacked[order], fresh)
-        target, origin = np.divmod(key[order][fresh], m)
-        operator = np.zeros((n, m, S, m, S))
-        source, to = np.repeat(np.arange(S), V), self.automaton.next_context.ravel()
-        for edge in np.flatnonzero(self.rows.pair.possible):  # also where mu underflows: 0 x inf must not go unseen
-            operator[:, target, to[edge], origin, source[edge]] += stacked[:, edge].T
-        return operator
+        target, origin, i, j = np.array(self.terms).T[..., None]
+        used = np.flatnonzero(self.rows.pair.possible)  # also where mu underflows: 0 x inf must not go unseen
+        place = ((target * S + self.automaton.next_context.ravel()[used]) * m + origin) * S + used // V
+        stacked = first[i, used] * second[j, used] * self.mu.ravel()[used, None]  # [terms, edges, n]
+        each = np.arange(n)[:, None, None] * (m * S) ** 2 + place
+        flat = np.bincount(each.ravel(), stacked.transpose(2, 0, 1).ravel(), n * (m * S) ** 2)
+        return flat.reshape(n, m, S, m, S)
 
     def _tables(self, coordinates: np.ndarray) -> np.ndarray:
         """``[updates, S V, n]`` every update at the given coordinates."""
@@ -102,13 +104,13 @@ class _System:
         return out.reshape(len(out), -1, len(coordinates))
 
     def _by_doubling(self, longest: int, asked: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Dense operator per coordinate; a chunk of lengths by repeated doubling."""
+        """Dense operator per coordinate; a chunk of lengths by doubling, then by steps of its highest power."""
         keep_freed_memory()
         m, S, n = len(self.order), self.automaton.contexts, len(self.left)
         operator = self._operator().reshape(n, m * S, m * S)
-        chunk = min(_CHUNK, 1 << max(longest - 1, 0).bit_length())
+        chunk = min(_CHUNK, longest)
         powers = [operator]
-        while 1 << len(powers) < chunk:
+        while 1 << len(powers) <= min(_HIGHEST_POWER, longest - 1):
             powers.append(powers[-1] @ powers[-1])
         start = np.zeros((m, S))
         start[self._started(), self.automaton.start] = 1.0
@@ -118,11 +120,12 @@ class _System:
         for t in range(0, longest, chunk):
             x[:, :, :1] = operator @ last
             width, most = 1, min(chunk, longest - t)
-            for power in powers:
-                if width < most:
-                    more = min(width, most - width)
-                    x[:, :, width : width + more] = power @ x[:, :, :more]
-                    width += more
+            while width < most:  # the highest power that reaches back no further than the chunk's first
+                power = min(width.bit_length(), len(powers)) - 1
+                back = 1 << power
+                more = min(back, most - width)
+                x[:, :, width : width + more] = powers[power] @ x[:, :, width - back : width - back + more]
+                width += more
             last = x[:, :, width - 1 : width].copy()
             by_context = x.reshape(n, m, S, chunk)[:, asked, :, :width]
             running = alive @ by_context if self.automaton.end >= 0 else by_context.sum(axis=2)
@@ -215,7 +218,7 @@ def propagate(
 ) -> dict[Product, np.ndarray]:
     """``[L, n]`` each requested product, weighted with its power of 1/|y|, at every length."""
     system = _System(rows, [(a, b) for a, b, _ in request], left, right, ordered=ordered)
-    index = np.array([system.index[system.canonical((a, b))] for a, b, _ in request])
+    index = np.array([system.index[system.code((a, b))] for a, b, _ in request])
     power = np.array([-float(k) for *_, k in request])[:, None, None]
     weighted, has_end = bool(power.any()), rows.pair.automaton.end >= 0
     ended = np.zeros((len(request), 1, len(left)))

@@ -85,8 +85,12 @@ def _active(pair: PolicyPair) -> np.ndarray | None:
 def _same(one: Sequence[tuple[Row, np.ndarray]], two: Sequence[tuple[Row, np.ndarray]]) -> bool:
     """Whether two lists of terms have the same sources and coefficients."""
     return [source for source, _ in one] == [source for source, _ in two] and all(
-        np.array_equal(a, b) for (_, a), (_, b) in zip(one, two, strict=True)
+        _equal(a, b) for (_, a), (_, b) in zip(one, two, strict=True)
     )
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    return a is b or (a.shape == b.shape and bool((a == b).all()))
 
 
 class Rows:
@@ -141,7 +145,7 @@ class Rows:
         keep = self.unit if keep is None else keep
         for other, ((itself, kept), *rest) in self.update.items():
             # k1's slope is 1: its loss is the sum of scores, under another name
-            if itself == other and other not in self.initial and _same(terms, rest) and np.array_equal(kept, keep):
+            if itself == other and other not in self.initial and _same(terms, rest) and _equal(kept, keep):
                 return other
         self.update[row] = [(row, keep), *terms]
         return row
