@@ -77,11 +77,10 @@ class Block:
         bucket = rng.bit_generator.random_raw((n + 3) // 4).view(np.uint16)[:n]
         if self.bits < 16:
             bucket = bucket >> np.uint16(16 - self.bits)
-        shared = isinstance(context, int)
-        outcome = self.guide[context:].take(bucket) if shared else self.guide.take(context + bucket)
+        outcome = self.guide[context:].take(bucket) if isinstance(context, int) else self.guide.take(context + bucket)
         unsure = np.flatnonzero(outcome < 0)
         if unsure.size:
-            origin = (context if shared else context.take(unsure)) >> self.bits
+            origin = (context if isinstance(context, int) else context.take(unsure)) >> self.bits
             fine = (bucket.take(unsure) + rng.random(unsure.size)) / (1 << self.bits)
             outcome[unsure] = np.searchsorted(self.cumulative, origin + fine, side="right")
         return outcome

@@ -38,7 +38,8 @@ class Counts:
         flow[S] = self.automaton.end < 0
         # Gauss-Jordan: the likeliest edges that the equations determine, so that the counts of the others stay small
         each_row = np.arange(S + 1)
-        system, rows = np.column_stack([flow, np.eye(S + 1)]), {}
+        system = np.column_stack([flow, np.eye(S + 1)])
+        rows: dict[int, int] = {}  # bound edge -> the equation that gives it
         for edge in np.argsort(-self.probability, kind="stable").tolist():
             size = np.abs(system[:, edge])
             size[list(rows.values())] = 0.0
@@ -83,7 +84,7 @@ class Counts:
         wanted, S = set(sizes), self.automaton.contexts
         shape = (len(origins), S, *(self.most(max(sizes)) + 1).tolist())
         now, after = np.zeros(shape), np.zeros(shape)
-        now[(np.arange(len(origins)), origins, *[0] * len(self.free))] = 1.0
+        now.reshape(len(origins), S, -1)[np.arange(len(origins)), origins, 0] = 1.0
         moves = self._moves(now, after), self._moves(after, now)
         blocks: dict[int, Block] = {}
         for k in range(1, max(sizes) + 1):
