@@ -58,15 +58,15 @@ def drawn(pair: PolicyPair, names: list, length: int, sequences: int) -> Callabl
 
 GROWTHS = (
     Growth("exact, in T", 1, (10_000, 20_000, 40_000, 80_000), lambda T: exact(preset("far", T), T)),
-    Growth("exact, tabular, in V", 4, (24, 32, 48), lambda V: exact(random_pair(V), 10)),
-    Growth("exact, linear features, in d", 1, (512, 1024, 2048), lambda d: exact(random_pair(4, d), 50)),
+    Growth("exact, tabular, in V", 4, (16, 24, 32), lambda V: exact(random_pair(V), 10)),
+    Growth("exact, linear features, in d", 1, (256, 512, 1024), lambda d: exact(random_pair(4, d), 50)),
     Growth("counts, in T", 0, (25, 50, 100, 200), lambda T: drawn(preset("far"), CONFIGURATIONS, T, 100_000)),
     Growth("counts, in N", 1, (100_000, 200_000, 400_000), lambda N: drawn(preset("far"), CONFIGURATIONS, 100, N)),
     Growth("paths, in T", 1, (50, 100, 200, 400), lambda T: drawn(preset("far"), PREFIX, T, 5_000)),
     Growth("paths, in N", 1, (5_000, 10_000, 20_000), lambda N: drawn(preset("far"), PREFIX, 100, N)),
     Growth("paths, in V", 0, (8, 16, 32), lambda V: drawn(random_pair(V, 8), CONFIGURATIONS, 100, 5_000)),
 )  # fmt: skip
-ENUMERATED = (10, 12, 14)  # tokens: 2^T sequences
+ENUMERATED = (6, 8, 10)  # tokens: 2^T sequences
 
 
 def least(work: list[Callable[[], object]], rounds: int) -> np.ndarray:
