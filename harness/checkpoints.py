@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from klgrad.files import whole_folder, write_whole
-from klgrad.harness.models import load
+from klgrad.harness.models import CausalLM, disk_errors, load
 from klgrad.harness.recipe import Recipe
 from klgrad.harness.rollouts import Rollouts
 from klgrad.harness.state import Experience, Run
@@ -19,13 +19,19 @@ STATE = "state.pt"  # what only a checkpoint of the own loop holds
 
 
 def save(run: Run, out: Path, *, name: str = "") -> Path:
-    """Write ``out/step-N``: the model and tokenizer as transformers reads them, and the rest of the state."""
+    """Write ``out/step-N``: the model and tokenizer as transformers reads them, and the rest of the state.
+
+    Raises:
+        OSError: when the disk refuses; nothing is then left of it.
+    """
     folder = out / (name or f"step-{run.step}")
-    with whole_folder(folder) as fresh:
+    with whole_folder(folder) as fresh, disk_errors():
         run.policy.model.save_pretrained(fresh)
         run.tokenizer.save_pretrained(fresh)
         (fresh / "recipe.json").write_text(json.dumps(run.recipe.to_dict(), indent=1) + "\n")
-        reference = run.reference.state_dict() if run.reference is not None and run.recipe.reset_every else None
+        reference = None
+        if isinstance(run.reference, CausalLM) and run.recipe.reset_every:
+            reference = run.reference.state_dict()
         state = {
             "step": run.step, "drawn": run.drawn, "optimizer": run.optimizer.state_dict(), "reference": reference,
             "queue": [(vars(e.rollouts), e.rewards, e.version) for e in run.queue],
@@ -78,7 +84,7 @@ def restore(run: Run, out: Path) -> None:
     saved, _ = load(str(folder), device=run.recipe.device)
     run.policy.model.load_state_dict(saved.model.state_dict())
     run.optimizer.load_state_dict(state["optimizer"])
-    if state["reference"] is not None and run.reference is not None:
+    if state["reference"] is not None and isinstance(run.reference, CausalLM):
         run.reference.load_state_dict(state["reference"])
     run.step, run.drawn = state["step"], state["drawn"]
     run.queue = [Experience(Rollouts(**rollouts), rewards, version) for rollouts, rewards, version in state["queue"]]

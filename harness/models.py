@@ -6,8 +6,11 @@ over the vocabulary exist only for a chunk at a time. transformers is imported w
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from klgrad.files import whole_folder
+from klgrad.harness import adapters, hub
 from klgrad.synth.estimators import unknown
 
 CHARACTERS = "0123456789+-*()=,>cs"
@@ -97,6 +101,11 @@ class CausalLM(nn.Module):
         return int(self.model.config.vocab_size)
 
     @property
+    def adapted(self) -> bool:
+        """Whether it is an adapter on a base."""
+        return adapters.is_adapted(self.model)
+
+    @property
     def context_window(self) -> int | None:
         """The most tokens it can read."""
         window = getattr(self.model.config, "max_position_embeddings", None)
@@ -139,6 +148,42 @@ def _plain_cache(cache: Any) -> bool:
     return {type(layer).__name__ for layer in getattr(cache, "layers", ())} == {"DynamicLayer"}
 
 
+class Base:
+    """A model with its adapter off, over the same weights: a reference that needs no second copy of them."""
+
+    def __init__(self, adapted: CausalLM) -> None:
+        self.adapted = adapted
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens V."""
+        return self.adapted.vocabulary
+
+    @property
+    def context_window(self) -> int | None:
+        """The most tokens it can read."""
+        return self.adapted.context_window
+
+    def features(self, tokens: Tensor, mask: Tensor, cache: Any = None, *, keep: bool = False) -> tuple[Tensor, Any]:
+        """See ``LanguageModel``."""
+        with adapters.switched_off(self.adapted.model):
+            return self.adapted.features(tokens, mask, cache, keep=keep)
+
+    @property
+    def forks(self) -> bool:
+        """See ``LanguageModel``."""
+        return self.adapted.forks
+
+    def fork(self, cache: Any, rows: Tensor) -> Any:
+        """See ``LanguageModel``."""
+        return self.adapted.fork(cache, rows)
+
+    def head(self, features: Tensor) -> Tensor:
+        """See ``LanguageModel``."""
+        with adapters.switched_off(self.adapted.model):
+            return self.adapted.head(features)
+
+
 class Tokenizer(Protocol):
     """What the harness asks of a tokenizer; transformers' are such."""
 
@@ -164,34 +209,33 @@ def transformers() -> Any:
 
 
 def load(path: str, *, dtype: str = "float32", device: str = "cpu") -> tuple[CausalLM, Any]:
-    """A causal LM and its tokenizer, by folder or hub name.
+    """A causal LM and its tokenizer, by folder or hub name; the folder of a LoRA adapter gives it on its base.
+
+    A name in the hub's cache is taken from there; the hub is asked, once, only for what is not.
 
     Raises:
-        ValueError: when there is none, or the tokenizer lacks an end or padding token.
+        ValueError: when there is none, weights are missing, or the tokenizer lacks an end token or fits another model.
     """
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, list(DTYPES))
     if not str(path):
         raise ValueError("no model is named: give a folder or a hub name, or make one with  klgrad llm pretrain")
     package = transformers()
+    base = adapters.base_of(path) if adapters.is_adapter(path) else ""
+    called = f"adapter {path!r}: its base" if base else "model"
     try:
-        model = package.AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
-        tokenizer = _tokenizer_class(package, Path(path)).from_pretrained(path)
-    except Exception as error:  # the loader raises whatever the hub, the disk or a config gives
-        kind = "folder holds no complete model" if Path(path).is_dir() else "is neither a folder nor a hub name at hand"
-        first = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        raise ValueError(f"model {path!r}: {kind} ({first[0]})") from None
-    return CausalLM(model.to(device)).eval(), checked_tokenizer(tokenizer, path)
-
-
-def _tokenizer_class(package: Any, folder: Path) -> Any:
-    """AutoTokenizer, but for what was saved as the plain one: by a Qwen2 it would be read as Qwen2's own.
-
-    That one drops characters that it does not know without a word.
-    """
-    config = folder / "tokenizer_config.json"
-    plain = config.is_file() and json.loads(config.read_text()).get("tokenizer_class") == "TokenizersBackend"
-    return package.PreTrainedTokenizerFast if plain else package.AutoTokenizer
+        model, tokenizer = hub.read(package, base or path, DTYPES[dtype])
+    except hub.Refused as refused:
+        raise ValueError(f"{called} {base or path!r} {refused}") from None
+    if len(tokenizer) > model.config.vocab_size:
+        raise ValueError(
+            f"model {path!r}: its tokenizer has {len(tokenizer)} tokens and the model {model.config.vocab_size}: "
+            "they do not belong together"
+        )
+    found = CausalLM(model.to(device)).eval()
+    if base:
+        adapters.attach(model, path, base)
+    return found.eval(), checked_tokenizer(tokenizer, path)
 
 
 def checked_tokenizer(tokenizer: Any, path: str) -> Any:
@@ -208,10 +252,25 @@ def checked_tokenizer(tokenizer: Any, path: str) -> Any:
 
 
 def save(model: CausalLM, tokenizer: Any, folder: Path) -> None:
-    """Write a model and its tokenizer as transformers reads them: whole, or not at all."""
-    with whole_folder(folder) as fresh:
+    """Write a model and its tokenizer as transformers reads them: whole, or not at all.
+
+    Raises:
+        OSError: when the disk refuses.
+    """
+    with whole_folder(folder) as fresh, disk_errors():
         model.model.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
+
+
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    """What safetensors and torch raise of their own when the disk refuses, as the OSError that it is."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, RuntimeError) as error:
+        raise OSError(str(error).strip().splitlines()[0]) from error
 
 
 def check_same_vocabulary(policy: LanguageModel, reference: LanguageModel) -> None:
@@ -227,10 +286,42 @@ def check_same_vocabulary(policy: LanguageModel, reference: LanguageModel) -> No
         )
 
 
+def check_same_tokens(tokenizer: Any, reference: Any) -> None:
+    """A KL needs the same token under each number, and not only as many.
+
+    Raises:
+        ValueError: naming the first token that has another number in the reference's tokenizer.
+    """
+    theirs = reference.get_vocab()
+    for token, number in tokenizer.get_vocab().items():
+        if theirs.get(token, number) != number:
+            raise ValueError(
+                f"the reference has other tokens: {token!r} is {theirs[token]} there and {number} for the policy, and "
+                "a KL needs the same tokens in both"
+            )
+
+
+def load_reference(
+    path: str, policy: LanguageModel, tokenizer: Any, *, dtype: str = "float32", device: str = "cpu"
+) -> CausalLM:
+    """The model that a policy is compared with, without gradients.
+
+    Raises:
+        ValueError: as ``load``, and when its tokens are not the policy's.
+    """
+    reference, other = load(path, dtype=dtype, device=device)
+    check_same_vocabulary(policy, reference)
+    check_same_tokens(tokenizer, other)
+    return reference.requires_grad_(False)
+
+
+def own_reference(policy: CausalLM) -> CausalLM | Base:
+    """What a policy is compared with by default: an adapter's base, or the policy as it is now."""
+    return Base(policy) if policy.adapted else copy.deepcopy(policy).requires_grad_(False)
+
+
 def perturbed(model: CausalLM, size: float, seed: int) -> CausalLM:
     """A copy with Gaussian noise on every weight, of ``size`` times the weight's own standard deviation."""
-    import copy
-
     other = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -244,12 +335,12 @@ def perturbed(model: CausalLM, size: float, seed: int) -> CausalLM:
 def select_parameters(model: nn.Module, choice: str) -> list[tuple[str, nn.Parameter]]:
     """Named parameters by choice: ``all``, ``last-block``, ``lora``, or a regular expression of names.
 
+    Of those that take gradients: with an adapter, its own.
+
     Raises:
         ValueError: when nothing is chosen, with some names that there are.
     """
-    import re
-
-    named = [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     blocks = [int(m[1]) for name, _ in named if (m := re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", f".{name}"))]
     patterns = {"all": "", "lora": "lora_", "last-block": rf"\.(?:layers|h|blocks)\.{max(blocks, default=0)}\."}
     try:

@@ -20,7 +20,8 @@ Shapes: K trials, each of N = samples x prompts sequences, k the coordinates of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -297,18 +298,19 @@ def run_trials(
     )
     generator = torch.Generator(device).manual_seed(seed)
     rows: list[dict[int, dict[str, Any]]] = []
-    for trial in range(trials):
-        rollouts = sample(
-            setting.policy, prompts, real, max(setting.lengths),
-            end=setting.end, generator=generator, temperature=setting.temperature,
-        )  # fmt: skip
-        terms = _terms(setting, rollouts, summaries)
-        rows.append({
-            length: _one_trial(terms, _first(rollouts.mask, length), configurations, names, setting, chosen, sketch)
-            for length in setting.lengths
-        })  # fmt: skip
-        if progress:
-            progress(trial + 1, trials)
+    with _gradients_for(setting.policy, chosen):
+        for trial in range(trials):
+            rollouts = sample(
+                setting.policy, prompts, real, max(setting.lengths),
+                end=setting.end, generator=generator, temperature=setting.temperature,
+            )  # fmt: skip
+            terms = _terms(setting, rollouts, summaries, chosen)
+            rows.append({
+                length: _one_trial(terms, _first(rollouts.mask, length), configurations, names, setting, chosen, sketch)
+                for length in setting.lengths
+            })  # fmt: skip
+            if progress:
+                progress(trial + 1, trials)
     return {length: _stack([row[length] for row in rows]) for length in setting.lengths}
 
 
@@ -316,14 +318,60 @@ def _first(mask: Tensor, length: int) -> Tensor:
     return mask & (torch.arange(mask.shape[1], device=mask.device) < length)
 
 
-def _terms(setting: Setting, rollouts: Rollouts, summaries: dict[str, Summary]) -> dict[str, Tensor]:
+@contextmanager
+def _gradients_for(model: nn.Module, chosen: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Only the chosen parameters take gradients, so that activations are kept for their part of the model alone."""
+    wanted = {id(parameter) for parameter in chosen}
+    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in before:
+            parameter.requires_grad_(id(parameter) in wanted)
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.requires_grad_(gradient)
+
+
+def _terms(
+    setting: Setting, rollouts: Rollouts, summaries: dict[str, Summary], chosen: Sequence[nn.Parameter]
+) -> dict[str, Tensor]:
     with torch.no_grad():
         theirs = rollouts.features(setting.reference)
-    return token_terms(
-        rollouts.features(setting.policy), setting.policy.head, rollouts.responses, rollouts.mask,
-        reference=(theirs, setting.reference.head), summaries=summaries,
-        temperature=setting.temperature, chunk=setting.chunk,
+    features = rollouts.features(setting.policy)
+    apart = not _in_head(setting.policy, features, chosen)
+    start = features.detach().requires_grad_() if apart else features
+    terms = token_terms(
+        start, setting.policy.head, rollouts.responses, rollouts.mask, reference=(theirs, setting.reference.head),
+        summaries=summaries, temperature=setting.temperature, chunk=setting.chunk,
     )  # fmt: skip
+    return linear(terms, start, features) if apart else terms
+
+
+def _in_head(model: LanguageModel, features: Tensor, chosen: Sequence[nn.Parameter]) -> bool:
+    """Whether the logits depend on chosen parameters other than through the features."""
+    logits = model.head(features[:1, :1].detach())
+    found = torch.autograd.grad(logits.sum(), chosen, allow_unused=True) if logits.requires_grad else []
+    return any(gradient is not None for gradient in found)
+
+
+def linear(terms: dict[str, Tensor], start: Tensor, features: Tensor) -> dict[str, Tensor]:
+    """The same terms and gradients, differentiated through the vocabulary once a term and not once a loss.
+
+    A term of a token depends on that token's features alone, so one backward pass gives the slopes of all.
+
+    Args:
+        terms: ``[B, T]`` each, computed from ``start``.
+        start: ``[B, T, H]`` ``features`` cut from what gave them.
+    """
+    moved = (features - features.detach()).to(start)  # zero, with a gradient
+
+    def along(term: Tensor) -> Tensor:
+        if not term.requires_grad:
+            return term
+        (slope,) = torch.autograd.grad(term.sum(), start, retain_graph=True)
+        return term.detach() + (moved * slope).sum(-1)
+
+    return {name: along(term) for name, term in terms.items()}
 
 
 def _one_trial(

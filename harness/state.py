@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klgrad.harness.models import CausalLM
+from klgrad.harness.models import Base, CausalLM
 from klgrad.harness.recipe import Recipe
 from klgrad.harness.rollouts import Rollouts
 from klgrad.harness.tasks import Problem, Task
@@ -30,7 +30,7 @@ class Run:
 
     recipe: Recipe
     policy: CausalLM
-    reference: CausalLM | None
+    reference: CausalLM | Base | None
     tokenizer: Any
     optimizer: torch.optim.Optimizer
     problems: Iterator[tuple[Task, Problem]]

@@ -7,7 +7,6 @@ checkpoint is the run that was never stopped.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import time
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from klgrad.harness import checkpoints
 from klgrad.harness.evaluate import check_tasks, evaluate, responses
-from klgrad.harness.models import DTYPES, check_same_vocabulary, load
+from klgrad.harness.models import DTYPES, Base, CausalLM, load, load_reference, own_reference
 from klgrad.harness.objective import (
     ADVANTAGES,
     MONITORS,
@@ -133,16 +132,21 @@ def start(recipe: Recipe) -> Run:
     if recipe.dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype = {recipe.dtype!r}: train in float32, or in bfloat16 over float32 weights")
     policy.autocast = DTYPES[recipe.dtype] if recipe.dtype != "float32" else None
-    reference = None
+    reference: CausalLM | Base | None = None
     if objective_of(recipe).penalised or recipe.monitor:
         if recipe.reference:
-            reference, _ = load(recipe.reference, dtype=recipe.dtype, device=recipe.device)
-            check_same_vocabulary(policy, reference)
+            reference = load_reference(recipe.reference, policy, tokenizer, dtype=recipe.dtype, device=recipe.device)
         else:
-            reference = copy.deepcopy(policy)
-        reference.requires_grad_(False)
+            reference = own_reference(policy)
+    if policy.adapted and recipe.reset_every:
+        raise ValueError(
+            f"reset_every = {recipe.reset_every}: an adapter is compared with its base, which cannot be reset to it"
+        )
     optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay, fused=True
+        [parameter for parameter in policy.parameters() if parameter.requires_grad],
+        lr=recipe.learning_rate,
+        weight_decay=recipe.weight_decay,
+        fused=True,
     )
     return Run(recipe, policy, reference, tokenizer, optimizer, problems_of(recipe))
 
@@ -184,7 +188,7 @@ def train_round(run: Run, out: Path) -> dict[str, Any]:
         _optimise(run, experience, advantages, rows, seen, out)
     run.queue.pop(0)
     run.step += 1
-    if run.reference is not None and every(recipe.reset_every, run.step):
+    if isinstance(run.reference, CausalLM) and every(recipe.reset_every, run.step):
         run.reference.load_state_dict(run.policy.state_dict())
     return {
         "step": run.step, "staleness": staleness, "reward": float(experience.rewards.mean()),

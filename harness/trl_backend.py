@@ -60,6 +60,11 @@ def train(
     refuse(recipe, processes, lora=lora, resume=resume)
     given = arguments(recipe, out, processes) | own_options(options)
     policy, tokenizer = load(recipe.model)
+    if policy.adapted:
+        raise ValueError(
+            f"model = {recipe.model!r} is an adapter: TRL's trainer makes a new one with --lora R; "
+            "this one goes on with --backend own"
+        )
     tokenizer.padding_side = "left"
     main = os.environ.get("RANK", "0") == "0"
     folder = checkpoints.latest(out, STATE) if resume else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from klgrad.commands.llm.fetch import fetch
 from klgrad.commands.llm.models import evaluate, pretrain
 from klgrad.commands.llm.probe import probe
 from klgrad.commands.llm.recipes import plan, recipes
@@ -15,10 +16,11 @@ from klgrad.commands.llm.train import train
 def llm() -> None:
     """Bias and variance of KL gradients on a real causal LM, and what training with each of them does.
 
-    `pretrain` makes the model `tiny` in about a minute, so that everything runs without a download; any transformers
-    causal LM is taken by folder or hub name. Needs the extra: pip install 'klgrad[llm]'.
+    `pretrain` makes the model `tiny` in about a minute, so that everything runs without a download; `fetch` gets a
+    pretrained one of 135M. Any transformers causal LM is taken by folder or hub name, a LoRA adapter by folder.
+    Needs the extra: pip install 'klgrad[llm]'.
     """
 
 
-for _command in (pretrain, probe, train, plan, recipes, evaluate, study):
+for _command in (pretrain, fetch, probe, train, plan, recipes, evaluate, study):
     llm.add_command(_command)

@@ -55,12 +55,14 @@ def evaluate(
 ) -> None:  # fmt: skip
     """Scores of MODELS on test problems: mean@k with its standard error and pass@1 (the likeliest response)."""
     from klgrad.harness import evaluate as engine
-    from klgrad.harness.models import load
+    from klgrad.harness.models import check_same_tokens, load
 
-    other = load(reference, device=device)[0] if reference else None
+    other, theirs = load(reference, device=device) if reference else (None, None)
     rows = []
     for path in models:
         model, tokenizer = load(path, device=device)
+        if other is not None:
+            check_same_tokens(tokenizer, theirs)
         for name in tasks:
             options: dict[str, Any] = {
                 "problems": problems,
@@ -76,7 +78,7 @@ def evaluate(
     if as_json:
         dump(rows)
         return
-    extra = ("kl", "forward_kl", "entropy") if other is not None else ()
+    extra = ("kl", "forward_kl", "entropy") if reference else ()
     cells = [
         [
             r["model"],

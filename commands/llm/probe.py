@@ -18,10 +18,13 @@ _KINDS = ("png", "pdf", "csv", "json")
 
 @click.command(short_help="Figure 1 on a language model.")
 @click.option("--policy", default=MODEL, show_default=True, metavar="MODEL", help="Folder or hub name.")
-@click.option("--reference", metavar="MODEL", help="Folder or hub name. Default: the policy with noise on its weights.")
+@click.option(
+    "--reference", metavar="MODEL",
+    help="Folder or hub name. Default: the base of a LoRA adapter; else the policy with noise on its weights.",
+)  # fmt: skip
 @click.option(
     "--perturb", type=click.FloatRange(min=0, min_open=True), default=0.1, show_default=True,
-    help="That noise, in standard deviations of each weight; without --reference only.",
+    help="That noise, in standard deviations of each weight.",
 )  # fmt: skip
 @click.option("--task", default="countdown", show_default=True, help="Where prompts come from.")
 @click.option(
@@ -63,11 +66,12 @@ def probe(
     posed = take(named(task).problems("test", seed), prompts)
     with held(out):
         model, tokenizer = models.load(policy, dtype=dtype, device=device)
-        other = (
-            models.load(reference, dtype=dtype, device=device)[0]
-            if reference
-            else models.perturbed(model, perturb, seed)
-        )
+        other: models.LanguageModel
+        if reference:
+            other = models.load_reference(reference, model, tokenizer, dtype=dtype, device=device)
+        else:
+            other = models.own_reference(model) if model.adapted else models.perturbed(model, perturb, seed)
+        noise = "the adapter's base" if model.adapted else f"the policy with noise of {perturb:g}"
         setting = engine.Setting(
             model, other, [encoded(tokenizer, problem) for problem in posed], tokenizer.eos_token_id,
             pad=tokenizer.pad_token_id, lengths=lengths, samples=samples, parameters=parameters,
@@ -77,7 +81,7 @@ def probe(
             frame = engine.probe(setting, configurations, trials=trials, seed=seed, name=name, progress=progress)
         save_figure(figure1(frame), out / "probe")
         request = {
-            "policy": policy, "reference": reference or f"the policy with noise of {perturb:g}", "task": task,
+            "policy": policy, "reference": reference or noise, "task": task,
             "prompts": prompts, "samples": samples, "trials": trials, "lengths": lengths, "parameters": parameters,
             "dtype": dtype, "configurations": [str(c) for c in configurations], "seed": seed, "device": device,
             "peak_memory_mib": _peak(device),

@@ -120,6 +120,8 @@ BAD = {
     ("pretrain", "--task", "soort", "--steps", "1"): "did you mean 'sort'",
     ("study", "--kl", "k9-in-loss"): "unknown estimator",
     ("evaluate", "nowhere"): "neither a folder nor a hub name",
+    ("fetch", "smolm2"): "did you mean 'smollm2'",
+    ("fetch", "smollm2", "--from", "nowhere.whl"): "nowhere.whl does not exist",
 }
 
 

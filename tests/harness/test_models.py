@@ -116,12 +116,15 @@ def test_bfloat16_forward_has_float32_statistics(micro):
 
 def test_bad_models(tmp_path, loaded):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="folder holds no complete model"):
+    with pytest.raises(ValueError, match="is a folder that holds no complete model"):
         models.load(str(tmp_path / "empty"))
     with pytest.raises(ValueError, match="neither a folder nor a hub name"):
         models.load(str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="unknown dtype"):
         models.load("x", dtype="float33")
+    (tmp_path / "model.gguf").write_bytes(b"")
+    with pytest.raises(ValueError, match="is a file: give its folder"):
+        models.load(str(tmp_path / "model.gguf"))
     model, tokenizer = loaded
     tokens, mask = pad_prompts([tokenizer("s431=")["input_ids"]], 0)
     with pytest.raises(ValueError, match="do not fit the model's context of 64"):
@@ -135,3 +138,49 @@ def test_a_tokenizer_without_an_end_is_refused(loaded):
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="no end token"):
         models.checked_tokenizer(tokenizer, "x")
+
+
+def test_a_checkpoint_without_some_weights_is_refused(micro, tmp_path):
+    """transformers itself goes on with random ones."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(micro, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.norm.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks the weights model\.norm\.weight"):
+        models.load(str(tmp_path / "model"))
+
+
+def test_a_tokenizer_of_another_model_is_refused(micro, tmp_path):
+    import shutil
+
+    shutil.copytree(micro, tmp_path / "model")
+    _, tokenizer = models.load(str(micro))
+    tokenizer.add_tokens(["more"])
+    tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="tokenizer has 23 tokens and the model 22"):
+        models.load(str(tmp_path / "model"))
+
+
+def test_a_reference_needs_the_same_tokens_and_not_only_as_many(micro, tmp_path):
+    import shutil
+
+    policy, tokenizer = models.load(str(micro))
+    reference = models.load_reference(str(micro), policy, tokenizer)
+    assert not any(parameter.requires_grad for parameter in reference.parameters())
+    shutil.copytree(micro, tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    text = file.read_text()
+    seven, eight = (next(line for line in text.splitlines() if f'"{d}": ' in line) for d in "78")
+    file.write_text(text.replace(seven, seven.replace('"7"', '"8"'), 1).replace(eight, eight.replace('"8"', '"7"'), 1))
+    with pytest.raises(ValueError, match=r"has other tokens: '[78]' is \d+ there and \d+ for the policy"):
+        models.load_reference(str(tmp_path / "model"), policy, tokenizer)
+    other, tokens = models.tiny(0, hidden=32, layers=1)
+    other.model.resize_token_embeddings(40)
+    models.save(other, tokens, tmp_path / "wider")
+    with pytest.raises(ValueError, match="vocabulary of 40"):
+        models.load_reference(str(tmp_path / "wider"), policy, tokenizer)

@@ -118,6 +118,33 @@ def test_shorter_lengths_are_prefixes_of_the_same_samples():
     assert (both[2].kl < both[5].kl).all()
 
 
+def test_a_part_of_the_model_has_its_part_of_the_whole_gradient(micro):
+    """Through the vocabulary once a term (the last block) against once a loss (everything, its tied head included)."""
+    from klgrad.harness import models
+
+    model, tokenizer = models.load(str(micro))
+    before = [parameter.requires_grad for parameter in model.parameters()]
+    prompts = [tokenizer(text)["input_ids"] for text in ("s431=", "s98=")]
+    setting = p.Setting(
+        model, models.perturbed(model, 0.3, 0), prompts, tokenizer.eos_token_id, lengths=[2, 5], samples=3,
+        coordinates=1 << 30, chunk=100,
+    )  # fmt: skip
+    configurations = [parse(text) for text in ("k3-in-reward", "full-in-loss", "k1-in-both")]
+    part, whole = (
+        p.run_trials(replace(setting, parameters=choice), configurations, trials=2) for choice in ("last-block", "all")
+    )
+    assert [parameter.requires_grad for parameter in model.parameters()] == before
+    block = {name for name, _ in models.select_parameters(model, "last-block")}
+    columns = np.concatenate([
+        np.full(parameter.numel(), name in block) for name, parameter in models.select_parameters(model, "all")
+    ])  # fmt: skip
+    for length in (2, 5):
+        for kind in ("fields", "sampled"):
+            for name, rows in getattr(part[length], kind).items():
+                others = getattr(whole[length], kind)[name][:, columns]
+                np.testing.assert_allclose(rows, others, rtol=1e-3, atol=1e-6 * np.abs(others).max())
+
+
 def test_a_sketch_keeps_norms():
     g = torch.Generator().manual_seed(0)
     parameter = torch.nn.Parameter(torch.randn(20_000, generator=g))

@@ -182,3 +182,19 @@ def test_data_that_runs_out_is_said(recipe, tmp_path):
     )
     with pytest.raises(ValueError, match="only 1 problems left: batch = 4 needs more data"):
         t.train(recipe(tasks=(f"{tmp_path / 'mine.py'}:Few",)), tmp_path / "out")
+
+
+@pytest.mark.parametrize("limit", [20_000, 90_000])
+def test_a_disk_that_takes_no_more_is_one_sentence(recipe, tmp_path, limit):
+    """Files may have no more than so many bytes: the weights (53 kB), or the optimiser's state, do not fit."""
+    resource = pytest.importorskip("resource")
+    signal = pytest.importorskip("signal")
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"cannot write to .*; checkpoints there are whole, free some space"):
+            t.train(recipe(steps=1), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
