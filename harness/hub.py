@@ -44,7 +44,8 @@ def read(package: Any, path: str, dtype: torch.dtype) -> tuple[Any, Any]:
     try:
         _ask_hub(path)
     except Exception as error:
-        raise Refused(f"is neither a folder nor a hub name at hand ({first_line(error)})") from None
+        why = "" if path.count("/") > 1 or path[0] in "/.~" else f" ({first_line(error)})"  # it can only be a folder
+        raise Refused(f"is neither a folder nor a hub name at hand{why}") from None
     try:
         return from_place(path)
     except Exception as error:
