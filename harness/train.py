@@ -125,8 +125,7 @@ def start(recipe: Recipe) -> Run:
         ValueError: for a model, reference, task or setting that cannot be used.
     """
     objective_of(recipe)
-    if recipe.device != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"device = {recipe.device!r} is not there: this machine has only cpu")
+    check_device(recipe.device)
     policy, tokenizer = load(recipe.model, device=recipe.device)
     check_tasks((*recipe.in_domain, *recipe.out_of_domain), tokenizer)
     if recipe.dtype not in ("float32", "bfloat16"):
@@ -149,6 +148,16 @@ def start(recipe: Recipe) -> Run:
         fused=True,
     )
     return Run(recipe, policy, reference, tokenizer, optimizer, problems_of(recipe))
+
+
+def check_device(device: str) -> None:
+    """Another device than the CPU must be there.
+
+    Raises:
+        ValueError: when it is not.
+    """
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"device = {device!r} is not there: this machine has only cpu")
 
 
 def problems_of(recipe: Recipe) -> Iterator[tuple[Task, Problem]]:

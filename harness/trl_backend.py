@@ -17,7 +17,15 @@ from typing import Any
 from klgrad.harness import checkpoints
 from klgrad.harness.models import load
 from klgrad.harness.recipe import Recipe, change
-from klgrad.harness.train import Progress, fresh, objective_of, problems_of, tensorboard_writer, write_scalars
+from klgrad.harness.train import (
+    Progress,
+    check_device,
+    fresh,
+    objective_of,
+    problems_of,
+    tensorboard_writer,
+    write_scalars,
+)
 from klgrad.synth.estimators import unknown
 
 # TRL's own settings that say how a run is computed and not what; the recipe has all others.
@@ -139,6 +147,7 @@ def refuse(recipe: Recipe, processes: int = 1, *, lora: int = 0, resume: bool = 
         raise ValueError(f"reset_every = {recipe.reset_every}: {what}: use --backend own")
     if recipe.dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype = {recipe.dtype!r}: train in float32, or in bfloat16 over float32 weights")
+    check_device(recipe.device)
     _divide(recipe, processes)
     if processes == 1:
         return

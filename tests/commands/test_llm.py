@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 
 os.environ["HF_HUB_OFFLINE"] = (
     "1"  # a name that is not at hand is then said at once; read when transformers is imported
@@ -116,6 +117,8 @@ BAD = {
     ("train", "tiny-rlo"): "did you mean 'tiny-rloo'",
     ("train", "tiny-rloo", "--set", "beta"): "write KEY=VALUE",
     ("train", "tiny-rloo", "--set", "model=nowhere"): "neither a folder nor a hub name",
+    ("train", "tiny-rloo", "--lora", "4"): "--lora is for TRL's trainer: add --backend trl",
+    ("train", "tiny-rloo", "--trl", "use_vllm=true"): "--trl is for TRL's trainer: add --backend trl",
     ("plan", "none.toml"): "does not exist",
     ("pretrain", "--task", "soort", "--steps", "1"): "did you mean 'sort'",
     ("study", "--kl", "k9-in-loss"): "unknown estimator",
@@ -132,3 +135,23 @@ def test_bad_input_is_one_sentence_and_exit_code_2(arguments, tmp_path, monkeypa
     assert done.exit_code == 2, done.output
     assert BAD[arguments] in done.output
     assert "Traceback" not in done.output
+
+
+def test_training_by_trl(model, tmp_path):
+    pytest.importorskip("trl")
+    out = tmp_path / "run"
+    done = run("train", "tiny-rloo", "--backend", "trl", "--set", f"model={model}", *SMALL, "--out", out)
+    assert done.exit_code == 0, done.output
+    assert "round 2: reward" in done.output
+    assert (out / "step-2" / "model.safetensors").is_file()
+    wrong = run("train", "tiny-async", "--backend", "trl", "--set", f"model={model}", "--out", tmp_path / "no")
+    assert wrong.exit_code == 2
+    assert "staleness = 10: TRL's trainer keeps no queue of older rollouts: use --backend own" in wrong.output
+
+
+def test_training_by_trl_without_it(model, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    done = run("train", "tiny-rloo", "--backend", "trl", "--set", f"model={model}", "--out", tmp_path / "run")
+    assert done.exit_code == 2
+    assert "--backend trl needs the package trl: pip install 'klgrad[trl]'" in done.output
+    assert not (tmp_path / "run").exists()
