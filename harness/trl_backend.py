@@ -1,7 +1,7 @@
 """Training by TRL's trainer instead of the own loop, for several processes, sharded models, vLLM and adapters.
 
 What decides the numbers (rewards, advantages, the KL's place and weight, ratios, clipping) is the recipe's and goes
-through ``objective`` unchanged; ``trl_trainer`` has the subclass. TRL's recipe-free settings are given by name.
+through ``objective`` unchanged; ``trl_trainer`` has the subclass. what a recipe leaves open is given as TRL names it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from klgrad.harness.train import (
 )
 from klgrad.synth.estimators import unknown
 
-# TRL's own settings that say how a run is computed and not what; the recipe has all others.
+# Settings of TRL's that say how a run is computed and not what; all others are the recipe's.
 OPTIONS = (
     "use_vllm", "vllm_*", "use_transformers_continuous_batching", "transformers_continuous_batching_config",
     "cache_implementation", "gradient_checkpointing*", "ds3_gather_for_generation", "deepspeed", "fsdp*", "ddp_*",
@@ -66,7 +66,15 @@ def train(
     """
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     refuse(recipe, processes, lora=lora, resume=resume)
+    from trl import RLOOConfig
+
+    from klgrad.harness.trl_trainer import ObjectiveTrainer, changed_hooks
+
+    if changed := changed_hooks():
+        raise ValueError(f"this version of TRL is not the one that was tested ({changed[0]}): {INSTALL}")
     given = arguments(recipe, out, processes) | own_options(options)
+    # accelerate's own configuration would otherwise decide where the recipe says float32
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if recipe.dtype == "bfloat16" else "no"
     policy, tokenizer = load(recipe.model)
     if policy.adapted:
         raise ValueError(
@@ -79,13 +87,6 @@ def train(
     lines = _lines(recipe, out, folder, resume) if main else []
     if folder is not None and int(folder.name[5:]) >= recipe.steps:
         return lines
-    from trl import RLOOConfig
-
-    from klgrad.harness.trl_trainer import ObjectiveTrainer, changed_hooks
-
-    if changed := changed_hooks():
-        raise ValueError(f"this version of TRL is not the one that was tested ({changed[0]}): {INSTALL}")
-    writer = tensorboard_writer(out) if tensorboard and main else None
 
     def after(line: dict[str, Any]) -> None:
         lines.append(line)
@@ -94,11 +95,12 @@ def train(
         if progress:
             progress(line["step"], recipe.steps)
 
+    trainer = ObjectiveTrainer(
+        recipe, policy, tokenizer, problems_of(recipe), RLOOConfig(**given), out,
+        peft_config=_lora(lora) if lora else None, after=after, stop=stop,
+    )  # fmt: skip
+    writer = tensorboard_writer(out) if tensorboard and main else None
     try:
-        trainer = ObjectiveTrainer(
-            recipe, policy, tokenizer, problems_of(recipe), RLOOConfig(**given), out,
-            peft_config=_lora(lora) if lora else None, after=after, stop=stop,
-        )  # fmt: skip
         trainer.train(resume_from_checkpoint=None if folder is None else str(folder))
     except OSError as error:
         raise OSError(
