@@ -342,7 +342,8 @@ trl_backend.train(Recipe(**given), Path(sys.argv[2]))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "changes", [{"advantage": "grpo", "monitor": False}, {"micro": 1, **OFF, "kl": "k3-in-loss+token-ratio"}]
+    "changes",
+    [{"advantage": "grpo", "monitor": False}, {"micro": 1, "kl": "k3-in-both+loo=2", "aggregation": "constant"}],
 )
 def test_two_processes_end_where_one_does(recipe, tmp_path, changes):
     """Groups stay whole, gradients are averaged: the same responses give the same weights and the same metrics."""
