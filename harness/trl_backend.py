@@ -183,7 +183,7 @@ def arguments(recipe: Recipe, out: Path, processes: int = 1) -> dict[str, Any]:
         "gradient_accumulation_steps": accumulation, "steps_per_generation": accumulation * rounds,
         "num_generations": recipe.group, "max_completion_length": recipe.length, "temperature": recipe.temperature,
         "beta": float(objective_of(recipe).penalised or recipe.monitor), "learning_rate": recipe.learning_rate,
-        "weight_decay": recipe.weight_decay, "max_grad_norm": recipe.max_norm, "optim": "adamw_torch",
+        "weight_decay": recipe.weight_decay, "max_grad_norm": recipe.max_norm, "optim": "adamw_torch_fused",
         "seed": recipe.seed, "shuffle_dataset": False, "disable_dropout": True, "gradient_checkpointing": False,
         "bf16": recipe.dtype == "bfloat16", "use_cpu": recipe.device == "cpu",
         "logging_strategy": "no", "save_strategy": "no", "report_to": [], "disable_tqdm": True,

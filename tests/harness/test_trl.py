@@ -144,7 +144,10 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_batch_has_the_own_loop_s_loss_and_gradient(case, recipe, tmp_path):
-    """Tight where every log-prob comes from logits in float64, to float32 where some come from TRL's fused head."""
+    """Tight where every log-prob comes from logits in float64, looser where some come from TRL's float32 fused head.
+
+    Not to float64's rounding: norms in transformers are float32 inside, and the own loop reads a prompt once for all.
+    """
     made = recipe(**CASES[case])
     trainer = trainer_of(made, tmp_path)
     policy = models.CausalLM(trainer.model)
@@ -164,7 +167,7 @@ def test_a_batch_has_the_own_loop_s_loss_and_gradient(case, recipe, tmp_path):
     terms = own.score(run, rollouts)
     ours, _ = policy_loss(own.objective_of(made), terms, rollouts.mask, advantages, behaviour)
     assert abs(float(ours.detach())) > 1e-3
-    tolerance = 1e-9 if trainer.summaries and made.on_policy else 1e-4
+    tolerance = 1e-6 if trainer.summaries and made.on_policy else 1e-4
     assert_close(theirs.detach().numpy(), ours.detach().numpy(), tolerance)
     weights = list(trainer.model.parameters())
     one, two = (torch.autograd.grad(loss, weights, allow_unused=True) for loss in (theirs, ours))
