@@ -23,7 +23,7 @@ from klgrad.harness import train as own  # noqa: E402
 from klgrad.harness.objective import ADVANTAGES, policy_loss  # noqa: E402
 from klgrad.harness.recipe import Recipe  # noqa: E402
 from klgrad.harness.rollouts import Rollouts, pad_prompts  # noqa: E402
-from klgrad.harness.state import Run  # noqa: E402
+from klgrad.harness.state import Experience, Run  # noqa: E402
 
 PROMPTS = ("s31=", "s5120=", "s907=", "s44=")  # of different lengths: padding stands in front of some
 TASK = f"""
@@ -198,6 +198,24 @@ def test_what_was_measured_is_what_the_own_loop_measures(recipe, tmp_path):
         assert line[name] == pytest.approx(seen.summary()[name], rel=1e-5), name
     assert line["reward"] == pytest.approx(float(rewards.mean()))
     assert line["length"] == pytest.approx(float(rollouts.mask.sum(1).float().mean()))
+
+
+def test_a_step_ends_at_the_own_loop_s_weights(recipe, tmp_path, monkeypatch):
+    """Warm-up, weight decay, gradient clipping and the optimiser too."""
+    monkeypatch.setattr(trl_trainer.ObjectiveTrainer, "_generate_single_turn", lambda self, *given: answers_to(*given))
+    made = recipe(steps=1, warmup=3, weight_decay=0.5, max_norm=0.3, learning_rate=0.1, micro=2)
+    run = own.start(made)
+    rollouts, rewards = fixed_batch(made, run.tokenizer)
+    run.queue.append(Experience(rollouts, rewards, 0))
+    before = {name: p.clone() for name, p in run.policy.model.state_dict().items()}
+    ours = own.train_round(run, tmp_path)
+    (theirs,) = trl_backend.train(made, tmp_path)
+    for name in ("learning_rate", "gradient_norm", "loss", "reward"):
+        assert theirs[name] == pytest.approx(ours[name], rel=1e-4), name
+    saved, after = load_file(tmp_path / "step-1" / "model.safetensors"), run.policy.model.state_dict()
+    for name in saved.keys() - {n for n in saved if n.endswith("k_proj.bias")}:  # those have no gradient but rounding
+        assert_close(saved[name].numpy(), after[name].numpy(), 1e-4)
+    assert max(float((saved[name] - before[name]).abs().max()) for name in saved) > 0.02
 
 
 # -------------------------------------------------------------------------------------------------------- whole runs
