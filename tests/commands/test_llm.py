@@ -154,4 +154,4 @@ def test_training_by_trl_without_it(model, tmp_path, monkeypatch):
     done = run("train", "tiny-rloo", "--backend", "trl", "--set", f"model={model}", "--out", tmp_path / "run")
     assert done.exit_code == 2
     assert "--backend trl needs the package trl: pip install 'klgrad[trl]'" in done.output
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
