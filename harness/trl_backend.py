@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from klgrad.harness import checkpoints
+from klgrad.harness.evaluate import check_tasks
 from klgrad.harness.models import load
 from klgrad.harness.recipe import Recipe, change
 from klgrad.harness.train import (
@@ -76,6 +77,7 @@ def train(
     # accelerate's own configuration would otherwise decide where the recipe says float32
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if recipe.dtype == "bfloat16" else "no"
     policy, tokenizer = load(recipe.model)
+    check_tasks((*recipe.in_domain, *recipe.out_of_domain), tokenizer)
     if policy.adapted:
         raise ValueError(
             f"model = {recipe.model!r} is an adapter: TRL's trainer makes a new one with --lora R; "

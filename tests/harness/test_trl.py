@@ -325,6 +325,12 @@ def test_what_trl_cannot_do_is_said(sentence, recipe, monkeypatch):
         trl_backend.refuse(recipe(**changes), **more)
 
 
+def test_evaluations_that_cannot_be_posed_are_said_before_a_training(recipe, tmp_path):
+    with pytest.raises(ValueError, match="unknown task"):
+        trl_backend.train(recipe(out_of_domain=("nonsense",)), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_options_of_trl():
     found = trl_backend.own_options(["use_vllm=true", "vllm_mode=colocate"])
     assert found == {"use_vllm": True, "vllm_mode": "colocate"}
