@@ -122,6 +122,15 @@ def test_numpy_and_torch_agree_on_full_rows(name, torch):
         np.testing.assert_allclose(theirs, function(log_p, log_q), rtol=1e-14)
 
 
+@pytest.mark.parametrize("name", FULL)
+def test_full_rows_are_taken_one_by_one(name):
+    log_p, log_q = (log_softmax(np.random.default_rng(seed).normal(size=(6, 4))).reshape(2, 3, 4) for seed in (1, 2))
+    est = estimator(name)
+    for index in np.ndindex(2, 3):
+        assert_close(est.value(log_p, log_q)[index], est.value(log_p[index], log_q[index]), 1e-14)
+        assert_close(est.slope(log_p, log_q)[index], est.slope(log_p[index], log_q[index]), 1e-14)
+
+
 @pytest.mark.parametrize("name", SAMPLED)
 def test_float32_stays_float32_and_is_accurate(name, torch):
     est, single = estimator(name), np.linspace(-4, 4, 41, dtype=np.float32)
