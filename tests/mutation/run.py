@@ -83,8 +83,9 @@ class Order:
         if report.failed:
             self.say("failed", f"import of {report.nodeid}")
 
-    def pytest_sessionfinish(self):
-        self.say("passed", self.taken)
+    def pytest_sessionfinish(self, exitstatus):
+        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            self.say("passed", self.taken)
 
 
 def run_tests(copy, target, seconds=None, killers=(), *, slow=False, limit=600.0, log=os.devnull):
@@ -109,10 +110,14 @@ def run_tests(copy, target, seconds=None, killers=(), *, slow=False, limit=600.0
             os.chdir(copy)
             sys.path[:] = [str(copy.parent), *(p for p in sys.path if p not in ("", str(HERE)))]
             sys.dont_write_bytecode = seconds is not None
+            mutated = importlib.import_module("klgrad.synth").__file__
+            assert Path(mutated) == copy / "synth" / "__init__.py", f"tests would import {mutated}"
             options = [*target["tests"], *(f"--deselect={test}" for test in target.get("without", []))]
-            pytest.main([*PYTEST, *options], plugins=[Order(seconds or {}, killers, slow, say)])
-        finally:
-            say("failed", "start of pytest")
+            order = Order(seconds or {}, killers, slow, say)
+            stopped = f"pytest stopped: {pytest.main([*PYTEST, *options], plugins=[order])}"
+        except BaseException as problem:
+            stopped = f"no pytest: {problem}"
+        say("failed", stopped)
     os.close(writing)
     with os.fdopen(reading) as pipe:
         said = pipe.read()
