@@ -136,6 +136,7 @@ def test_what_cannot_be_is_refused_with_a_message(text, message):
         ({"aggregation": "token-mean"}, "unknown aggregation 'token-mean'"),
         ({"aggregation": "divide", "divisor": float("inf")}, "must be positive and finite"),
         ({"aggregation": "divide", "divisor": float("nan")}, "must be positive and finite"),
+        ({"baseline": "constant", "baseline_value": float("nan")}, "baseline value nan must be finite"),
         ({"divisor": 2.0}, "a divisor of 2 needs the aggregation 'divide', not 'sum'"),
         ({"divisor": -1.0}, "a divisor of -1 needs the aggregation 'divide', not 'sum'"),
         ({"baseline": "loo", "baseline_value": float("inf")}, "must be a group size of 2 or more"),
