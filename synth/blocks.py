@@ -115,16 +115,18 @@ def _moves(automaton: Automaton, edges: Edges) -> np.ndarray:
     return moves
 
 
-def path_blocks(pair: PolicyPair, edges: Edges, sizes: Sequence[int], keep: str) -> dict[int, Block]:
-    """Blocks of the given sizes from every context, whose outcomes are whole paths.
+def path_blocks(
+    pair: PolicyPair, edges: Edges, sizes: Sequence[int], origins: Int[np.ndarray, " S"], keep: str
+) -> dict[int, Block]:
+    """Blocks of the given sizes from the given contexts, whose outcomes are whole paths.
 
     Args:
         keep: what is kept of a path: its ``edges``, its ``counts``, or its counts and ``order``.
     """
     automaton, wanted, E = pair.automaton, set(sizes), len(edges)
     probs = np.exp(pair.sampler)
-    now = origin = np.arange(automaton.contexts)
-    path, probability = np.zeros((automaton.contexts, 0), np.int32), np.ones(automaton.contexts)
+    now, origin = origins, np.arange(len(origins))
+    path, probability = np.zeros((len(origins), 0), np.int32), np.ones(len(origins))
     moves = _moves(automaton, edges)
     blocks: dict[int, Block] = {}
     for k in range(1, max(sizes) + 1):
@@ -141,7 +143,7 @@ def path_blocks(pair: PolicyPair, edges: Edges, sizes: Sequence[int], keep: str)
             if keep == "order":
                 before = np.cumsum(hot, axis=1) - hot
                 parts["order"] = np.einsum("oka,okb->oab", before, hot).reshape(-1, E * E)
-            blocks[k] = Block(automaton.contexts, origin, probability, now, **parts)
+            blocks[k] = Block(len(origins), origin, probability, now, **parts)
     return blocks
 
 

@@ -11,12 +11,12 @@ Shapes: E edges in use, S contexts, F counts that are free, O outcomes of a bloc
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from klgrad.synth.blocks import Block, Edges
+from klgrad.synth.blocks import Block, Edges, largest_path_block, path_blocks, split
 from klgrad.synth.policies import PolicyPair
 
 _CELLS = 1 << 15  # of the array that moves: it stays in cache
@@ -96,7 +96,8 @@ class Counts:
                 np.add(target, part, out=target)
             now, after = after, now
             if k in wanted:
-                blocks[k] = self._block(k, now, origins)
+                few = tuple(slice(int(most) + 1) for most in self.most(k))  # as if no longer block were made
+                blocks[k] = self._block(k, now[:, :, *few], origins)
         return blocks
 
     def _moves(self, now: np.ndarray, after: np.ndarray) -> tuple[list[Any], list[Any]]:
@@ -138,3 +139,36 @@ class Counts:
         counts = np.empty((len(origin), len(self.edges)))
         counts[:, self.free], counts[:, self.bound] = free, np.rint(flow @ self.from_flow + free @ self.from_free)
         return Block(len(origins), origin, probability[at], last, counts=counts)
+
+
+def plan(pair: PolicyPair, edges: Edges, lengths: Iterable[int], keep: str) -> dict[int, list[Block]]:
+    """The blocks of each length: of counts where those are the longer ones, else of whole paths.
+
+    They do not depend on the other lengths, so neither do the numbers drawn. One block for the whole sequence starts
+    at the start alone; several start anywhere.
+
+    Args:
+        keep: as in ``path_blocks``; only ``counts`` alone can be moved as counts.
+    """
+    contexts = pair.automaton.contexts
+    counts = Counts(pair, edges) if keep == "counts" else None
+    chosen: dict[int, tuple[tuple[bool, bool], list[int]]] = {}
+    wanted: dict[tuple[bool, bool], set[int]] = {}
+    for length in map(int, lengths):
+        most, largest = largest_path_block(edges, contexts, length), 0
+        if counts is not None:
+            whole = counts.largest(length, 1)
+            largest = whole if whole == length else counts.largest(length, contexts)
+        sizes = split(length, max(most, largest))
+        kind = counts is not None and largest >= most, len(sizes) == 1
+        chosen[length] = kind, sizes
+        wanted.setdefault(kind, set()).update(sizes)
+    made: dict[tuple[bool, bool], dict[int, Block]] = {}
+    for (counted, alone), needed in wanted.items():
+        origins = np.array([pair.automaton.start]) if alone else np.arange(contexts)
+        made[counted, alone] = (
+            counts.blocks(sorted(needed), origins)
+            if counts is not None and counted
+            else path_blocks(pair, edges, sorted(needed), origins, keep)
+        )
+    return {length: [made[kind][size] for size in sizes] for length, (kind, sizes) in chosen.items()}

@@ -3,8 +3,8 @@
 Three samplers, one per request, chosen by what the configurations need:
 
 - ``counts``: gradients that depend on how often each token was emitted where, not on the order (whole-sequence or
-  own-token credit). Paths of a block of tokens that agree in their counts and their last context are one outcome,
-  so a block of fifty tokens is one draw from its exact distribution.
+  own-token credit). Paths that agree in their counts and their last context are one outcome, so hundreds of tokens
+  are one draw from their exact distribution.
 - ``ordered``: reward-to-go as well, which needs how often one token came before another; blocks of whole paths.
 - ``paths``: everything; tokens are kept for one batch and reduced.
 
@@ -16,14 +16,14 @@ Shapes: E edges (context, token) in use, U units, d parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial, reduce
+from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from klgrad.synth.blocks import Block, Edges, edges_in_use, largest_path_block, path_blocks, split
+from klgrad.synth.blocks import Block, Edges, edges_in_use
 from klgrad.synth.configurations import Configuration, credit_sums, importance_ratios, loss_weights
-from klgrad.synth.counts import Counts
+from klgrad.synth.counts import plan
 from klgrad.synth.memory import keep_freed_memory
 from klgrad.synth.policies import PolicyPair
 from klgrad.synth.rows import edge_pathwise, edge_values
@@ -144,20 +144,7 @@ class Sampler:
         self.tables = [_tables(pair, self.edges, configuration) for configuration in configurations]
         if self.name != "paths":
             self.values, self.linear = self._reduction()
-        self.start = pair.automaton.start
-        longest, most = max(lengths), largest_path_block(self.edges, pair.automaton.contexts, max(lengths))
-        make: Callable[[list[int]], dict[int, Block]] = partial(path_blocks, pair, self.edges, keep=_KEPT[self.name])
-        if self.name == "counts":
-            counts = Counts(pair, self.edges)
-            origins, largest = np.array([self.start]), counts.largest(longest, 1)
-            if largest < longest:  # a sequence takes several blocks, which start anywhere
-                origins = np.arange(pair.automaton.contexts)
-                largest = counts.largest(longest, len(origins))
-            if largest >= most:
-                most, make = largest, partial(counts.blocks, origins=origins)
-                self.start = int(np.flatnonzero(origins == self.start)[0])
-        self.plan = {int(length): split(int(length), most) for length in lengths}
-        self.blocks = make(sorted({size for plan in self.plan.values() for size in plan}))
+        self.plan = plan(pair, self.edges, lengths, keep=_KEPT[self.name])
 
     def sums(self, length: int, units: int, size: int, rng: np.random.Generator) -> list[Sums]:
         """Draw ``units`` x ``size`` sequences of the length and reduce them, one ``Sums`` per configuration."""
@@ -170,9 +157,9 @@ class Sampler:
     def outcomes(self, length: int, n: int, rng: np.random.Generator) -> Iterator[tuple[Block, np.ndarray]]:
         """Yield ``(block, outcome [n])`` for each block of n sequences of the length."""
         drawn: tuple[Block, np.ndarray] | None = None
-        for size in self.plan[length]:
-            block = self.blocks[size]
-            context = self.start << block.bits if drawn is None else drawn[0].base.take(drawn[1])
+        start = 0 if len(self.plan[length]) == 1 else int(self.pair.automaton.start)
+        for block in self.plan[length]:
+            context = start << block.bits if drawn is None else drawn[0].base.take(drawn[1])
             drawn = block, block.draw(n, context, rng)
             yield drawn
 

@@ -11,8 +11,10 @@ import pytest
 from klgrad.analysis import montecarlo
 from klgrad.analysis.montecarlo import blocks, simulate
 from klgrad.synth import sampling
+from klgrad.synth.automata import markov
 from klgrad.synth.configurations import parse
 from klgrad.synth.moments import full_fits, moments
+from klgrad.synth.policies import PolicyPair, log_softmax, tabular
 from klgrad.synth.presets import PRESETS, preset
 
 ORDER_FREE = [
@@ -130,6 +132,29 @@ def test_order_free_and_path_samplers_draw_the_same_law():
     exact = moments(pair, [parse(name)], [60], covariance="diagonal")[0].covariance[0]
     z = (counts.gradients[0][:, 0].mean(0) - paths.gradients[0][:, 0].mean(0)) / np.sqrt(2 * exact / 5e4)
     assert np.abs(z).max() < 4.5
+
+
+@pytest.mark.parametrize("length", [3, 20])
+@pytest.mark.parametrize("others", [[], [1024]])
+def test_a_length_mean_counts_no_sequence_of_nothing(length, others):
+    """With an end, blocks that start anywhere have an outcome of no tokens; at length 3 they are whole paths."""
+    automaton = markov(4, 1, start=(0,), eos=True)
+    logits = np.random.default_rng(0).normal(size=(2, *automaton.next_context.shape))
+    pair = PolicyPair(automaton, tabular(automaton, logits[0]), log_softmax(logits[1]))
+    drawn = simulate(pair, [parse("k1-in-loss+length-mean")], [length, *others], trials=4, samples=1000)
+    exact = moments(pair, [parse("k1-in-loss+length-mean")], [length], covariance="diagonal")[0]
+    error = np.sqrt(exact.covariance[0] / 4000)
+    assert np.abs((drawn.gradients[0].mean(axis=(0, 1)) - exact.mean[0]) / error).max() < 5  # false alarm: 1e-5
+
+
+@pytest.mark.parametrize("name", ["near", "stale", "words"])
+def test_numbers_of_a_length_do_not_depend_on_the_others(name):
+    """A store takes blocks up by length; so the same seed has to give them whatever else was asked for."""
+    pair, names = preset(name), [parse("k1-in-reward"), parse("k3-in-loss+length-mean")]
+    alone = simulate(pair, names, [120], trials=20, samples=1000)
+    for lengths in ([120, 200], [20, 120, 600]):
+        together = simulate(pair, names, lengths, trials=20, samples=1000)
+        assert np.array_equal(together.gradients[lengths.index(120)], alone.gradients[0])
 
 
 def test_blocks_partition_the_trials():

@@ -31,7 +31,7 @@ def test_counts_have_the_law_of_whole_paths(world):
     sizes = list(range(1, min(world.length, counts.largest(world.length, S)) + 1))
     if len(edges) > 16 or not sizes:
         return
-    found, paths = counts.blocks(sizes, np.arange(S)), path_blocks(pair, edges, sizes, "counts")
+    found, paths = counts.blocks(sizes, np.arange(S)), path_blocks(pair, edges, sizes, np.arange(S), "counts")
     single = counts.blocks(sizes, np.array([pair.automaton.start]))
     for k in sizes:
         assert np.array_equal(found[k].counts, np.rint(found[k].counts))
