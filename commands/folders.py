@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from klgrad.files import sole_use
@@ -18,6 +18,8 @@ STORE = ".klgrad-blocks"  # below --out: finished blocks
 def held(out: Path | None) -> Iterator[None]:
     """The folder, made if need be and held against every other process; None for a command that writes nothing.
 
+    Whatever ends the command before it has written anything, a refusal above all, leaves no new folder behind.
+
     Raises:
         ValueError: when it cannot be written to or another process holds it, before any work is done.
     """
@@ -26,8 +28,15 @@ def held(out: Path | None) -> Iterator[None]:
     if out is None:
         yield
         return
-    with sole_use(writable_folder(out)):
-        yield
+    missing = [folder for folder in (out, *out.parents) if not folder.exists()]
+    try:
+        with sole_use(writable_folder(out)):
+            yield
+    except BaseException:
+        with suppress(OSError):  # the first that is not empty ends it
+            for folder in missing:
+                folder.rmdir()
+        raise
 
 
 @contextmanager

@@ -5,8 +5,9 @@ import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 
-from klgrad import files
+from klgrad import cli, files
 from klgrad.commands.folders import STORE, resumable
 
 COMMANDS = {
@@ -17,6 +18,22 @@ COMMANDS = {
     "dynamics": ["dynamics", "--task", "phase", "--steps", "1", "--samples", "2", "--seeds", "1", "--workers", "1"],
     "field": ["field", "--task", "phase"],
 }
+
+
+REFUSED = {
+    "steps": ["dynamics", "--task", "phase", "--steps", "0"],
+    "group": ["compare", "--preset", "near", "--lengths", "2", "--config", "k1-in-reward+loo=7", "--samples", "100"],
+    "scheduler": ["figure1", "--lengths", "2", "--scheduler", "tcp://127.0.0.1:1"],
+}
+
+
+@pytest.mark.parametrize("name", ["steps", "group", pytest.param("scheduler", marks=pytest.mark.slow)])
+def test_a_refused_request_leaves_no_new_folder(name, tmp_path):
+    (tmp_path / "there").mkdir()
+    for out in (tmp_path / "there" / "new" / "deep", tmp_path / "there"):
+        done = CliRunner().invoke(cli.main, [*REFUSED[name], "--out", str(out)])
+        assert (done.exit_code, done.output[:6]) == (2, "Error:")
+        assert [p.name for p in tmp_path.rglob("*")] == ["there"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
