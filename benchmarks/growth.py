@@ -10,6 +10,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -93,7 +94,7 @@ def main() -> None:
         slope = float(np.polyfit(np.log(used), np.log(times), 1)[0])
         results.append(_row(name, slope, expected, used, times))
     used = ENUMERATED[: arguments.sizes]
-    work = [lambda T=T: enumerate_configuration(CONFIGURATIONS[0], preset("far", T), T) for T in used]  # type: ignore[misc]
+    work = [partial(enumerate_configuration, CONFIGURATIONS[0], preset("far", T), T) for T in used]
     times = least(work, arguments.rounds)
     slope = float(np.polyfit(used, np.log2(times), 1)[0])
     results.append(_row("enumeration, doublings for each token of T", slope, 1, used, times))
