@@ -82,7 +82,8 @@ class Block:
         if unsure.size:
             origin = (context if isinstance(context, int) else context.take(unsure)) >> self.bits
             fine = (bucket.take(unsure) + rng.random(unsure.size)) / (1 << self.bits)
-            outcome[unsure] = np.searchsorted(self.cumulative, origin + fine, side="right")
+            below = np.nextafter(origin + 1.0, 0.0)  # where the sum is rounded up, still this origin's last outcome
+            outcome[unsure] = np.searchsorted(self.cumulative, np.minimum(origin + fine, below), side="right")
         return outcome
 
 

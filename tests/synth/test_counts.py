@@ -1,5 +1,7 @@
 """Blocks of counts against whole paths, and draws against the probabilities they are made from."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -102,3 +104,22 @@ def test_contexts_that_are_never_left_but_for_the_end_need_no_equations():
     )
     found = law(Counts(pair, edges_in_use(pair)).blocks([3], np.array([0]))[3], 0)
     assert found == pytest.approx({(0, 0, 3): 1 / 8, (0, 1, 2): 3 / 8, (0, 2, 1): 3 / 8, (0, 3, 0): 1 / 8})
+
+
+def test_the_largest_random_number_is_the_last_outcome_of_its_own_context():
+    """The bucket plus the largest uniform is rounded to one: to the next context, or to no outcome at all."""
+
+    class Largest:
+        bit_generator = SimpleNamespace(random_raw=lambda n: np.full(n, 2**64 - 1, np.uint64))
+
+        def random(self, n):
+            return np.full(n, 1 - 2.0**-53)
+
+    pair = preset("near", 12)
+    S = pair.automaton.contexts
+    block = Counts(pair, edges_in_use(pair)).blocks([12], np.arange(S))[12]
+    last = [np.flatnonzero(np.ceil(block.cumulative) == context + 1)[-1] for context in range(S)]
+    assert (block.guide.reshape(S, -1)[:, -1] == -1).any()  # else nothing would be resolved
+    for context in range(S):
+        assert block.draw(5, context << block.bits, Largest()).tolist() == [last[context]] * 5
+        assert block.draw(5, np.full(5, context << block.bits), Largest()).tolist() == [last[context]] * 5
