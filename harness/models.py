@@ -255,11 +255,29 @@ def save(model: CausalLM, tokenizer: Any, folder: Path) -> None:
     """Write a model and its tokenizer as transformers reads them: whole, or not at all.
 
     Raises:
+        ValueError: where that would take other things away.
         OSError: when the disk refuses.
     """
+    check_replaceable(folder)
     with whole_folder(folder) as fresh, disk_errors():
         model.model.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
+
+
+def check_replaceable(folder: Path) -> None:
+    """A model is put in the place of its folder: only of one that is empty or holds a model, and nothing besides.
+
+    Raises:
+        ValueError: for a file, or a folder with other things in it.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: give another folder with --out")
+    held = list(folder.iterdir()) if folder.exists() else []
+    if held and (not (folder / "config.json").is_file() or any(path.is_dir() for path in held)):
+        raise ValueError(
+            f"{folder} holds other things than a model, which would be lost: give a folder of the model's own with "
+            f"--out, such as {folder / 'model'}"
+        )
 
 
 @contextmanager

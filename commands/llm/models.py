@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from klgrad.commands.display import Progress, dump, number, table
+from klgrad.commands.folders import made
 from klgrad.commands.llm.options import MODEL, device_option, quiet_option, seed_option
 from klgrad.commands.options import json_option
 
@@ -21,15 +22,15 @@ from klgrad.commands.options import json_option
 @quiet_option
 def pretrain(tasks: tuple[str, ...], steps: int, batch: int, seed: int, out: Path, quiet: bool) -> None:
     """Train a Qwen2 of 450,000 parameters from scratch on answers to small tasks, with a character tokenizer."""
-    from klgrad.analysis.results import writable_folder
     from klgrad.harness import models
     from klgrad.harness.pretrain import pretrain as teach
 
-    writable_folder(out.parent)
-    model, tokenizer = models.tiny(seed)
-    with Progress("pretraining", quiet) as progress:
-        found = teach(model, tokenizer, tasks, steps=steps, batch=batch, seed=seed, progress=progress)
-    models.save(model, tokenizer, out)
+    models.check_replaceable(out)
+    with made(out.parent):
+        model, tokenizer = models.tiny(seed)
+        with Progress("pretraining", quiet) as progress:
+            found = teach(model, tokenizer, tasks, steps=steps, batch=batch, seed=seed, progress=progress)
+        models.save(model, tokenizer, out)
     if not quiet:
         scores = ", ".join(f"{name} {100 * found[name]:.0f} %" for name in tasks)
         click.echo(f"{models.parameter_count(model):,} parameters; right when sampled: {scores}\nwrote {out}")

@@ -124,7 +124,7 @@ BAD = {
     ("study", "--kl", "k9-in-loss"): "unknown estimator",
     ("evaluate", "nowhere"): "neither a folder nor a hub name",
     ("fetch", "smolm2"): "did you mean 'smollm2'",
-    ("fetch", "smollm2", "--from", "nowhere.whl"): "nowhere.whl does not exist",
+    ("fetch", "smollm2", "--from", "nowhere.whl"): "nowhere.whl is no file",
 }
 
 
@@ -135,6 +135,21 @@ def test_bad_input_is_one_sentence_and_exit_code_2(arguments, tmp_path, monkeypa
     assert done.exit_code == 2, done.output
     assert BAD[arguments] in done.output
     assert "Traceback" not in done.output
+    assert list(tmp_path.iterdir()) == []  # not even the folder that was made to write to
+
+
+@pytest.mark.parametrize("command", [("pretrain", "--steps", "1", "--batch", "2"), ("fetch", "smollm2")])
+def test_a_model_takes_the_place_of_nothing_but_a_model(command, model, tmp_path):
+    note, folder = tmp_path / "note.txt", tmp_path / "results"
+    note.write_text("mine\n")
+    (folder / "run").mkdir(parents=True)
+    for taken, sentence in ((note, "is a file"), (folder, "holds other things than a model, which would be lost")):
+        done = run(*command, "--out", taken)
+        assert (done.exit_code, done.output.startswith(f"Error: {taken} {sentence}")) == (2, True), done.output
+    (folder / "config.json").write_text("{}")  # a run inside a model's folder
+    assert run(*command, "--out", folder).exit_code == 2
+    assert note.read_text() == "mine\n"
+    assert (folder / "run").is_dir()
 
 
 def test_training_by_trl(model, tmp_path):
