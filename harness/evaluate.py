@@ -11,7 +11,7 @@ import torch
 
 from klgrad.harness.models import LanguageModel, check_same_vocabulary
 from klgrad.harness.objective import MONITORS, token_terms
-from klgrad.harness.rollouts import pad_prompts, sample
+from klgrad.harness.rollouts import check_fits, pad_prompts, sample
 from klgrad.harness.tasks import decoded, encoded, take, task
 
 
@@ -77,14 +77,25 @@ def evaluate(
     )
 
 
-def check_tasks(names: Iterable[str], tokenizer: Any) -> None:
-    """Find out before a training, not at its end, whether its evaluations can be posed.
+def check_tasks(
+    names: Iterable[str],
+    model: LanguageModel,
+    tokenizer: Any,
+    *,
+    length: int,
+    problems: int = 1,
+    split: str = "test",
+    seed: int = 0,
+) -> None:
+    """Whether the first problems of tasks can be posed to a model; nothing is sampled.
 
     Raises:
-        ValueError: for a task that is unknown or has no data, or a prompt whose characters the tokenizer lacks.
+        ValueError: for a task that is unknown or has no data, a prompt whose characters the tokenizer lacks, or one
+            that does not fit the model with a response of ``length`` tokens.
     """
     for name in names:
-        encoded(tokenizer, take(task(name).problems("test", 0), 1)[0])
+        prompts = [encoded(tokenizer, problem) for problem in take(task(name).problems(split, seed), problems)]
+        check_fits(model, max(map(len, prompts)), length)
 
 
 def responses(tokenizer: Any, tokens: torch.Tensor, mask: torch.Tensor) -> list[str]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from klgrad.files import whole_folder
 from klgrad.harness import adapters, hub
+from klgrad.synth.devices import absence
 from klgrad.synth.estimators import unknown
 
 CHARACTERS = "0123456789+-*()=,>cs"
@@ -214,8 +215,10 @@ def load(path: str, *, dtype: str = "float32", device: str = "cpu") -> tuple[Cau
     A name in the hub's cache is taken from there; the hub is asked, once, only for what is not.
 
     Raises:
-        ValueError: when there is none, weights are missing, or the tokenizer lacks an end token or fits another model.
+        ValueError: when there is none, weights are missing, the tokenizer lacks an end token or fits another model, or
+            the device is not here.
     """
+    check_device(device)
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, list(DTYPES))
     if not str(path):
@@ -236,6 +239,18 @@ def load(path: str, *, dtype: str = "float32", device: str = "cpu") -> tuple[Cau
     if base:
         adapters.attach(model, path, base)
     return found.eval(), checked_tokenizer(tokenizer, path)
+
+
+def check_device(device: str) -> None:
+    """cpu, cuda or cuda:N, and here.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ValueError(f"unknown device {device!r}: cpu, cuda, or cuda:N")
+    if why := absence(device):
+        raise ValueError(f"device = {device!r}: {why}")
 
 
 def checked_tokenizer(tokenizer: Any, path: str) -> Any:

@@ -86,7 +86,7 @@ class Recipe:
     note: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "length"):
+        for name in ("steps", "batch", "length", "evaluate_problems", "evaluate_samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be 1 or more")
         for name in (

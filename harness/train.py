@@ -19,7 +19,7 @@ from torch import Tensor
 
 from klgrad.harness import checkpoints
 from klgrad.harness.evaluate import check_tasks, evaluate, responses
-from klgrad.harness.models import DTYPES, Base, CausalLM, load, load_reference, own_reference
+from klgrad.harness.models import DTYPES, Base, CausalLM, check_device, load, load_reference, own_reference
 from klgrad.harness.objective import (
     ADVANTAGES,
     MONITORS,
@@ -124,12 +124,9 @@ def start(recipe: Recipe) -> Run:
     Raises:
         ValueError: for a model, reference, task or setting that cannot be used.
     """
-    objective_of(recipe)
-    check_device(recipe.device)
+    check_settings(recipe)
     policy, tokenizer = load(recipe.model, device=recipe.device)
-    check_tasks((*recipe.in_domain, *recipe.out_of_domain), tokenizer)
-    if recipe.dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype = {recipe.dtype!r}: train in float32, or in bfloat16 over float32 weights")
+    check_prompts(recipe, policy, tokenizer)
     policy.autocast = DTYPES[recipe.dtype] if recipe.dtype != "float32" else None
     reference: CausalLM | Base | None = None
     if objective_of(recipe).penalised or recipe.monitor:
@@ -150,14 +147,27 @@ def start(recipe: Recipe) -> Run:
     return Run(recipe, policy, reference, tokenizer, optimizer, problems_of(recipe))
 
 
-def check_device(device: str) -> None:
-    """Another device than the CPU must be there.
+def check_settings(recipe: Recipe) -> None:
+    """What either backend can say of a recipe before a model is loaded.
 
     Raises:
-        ValueError: when it is not.
+        ValueError: for an objective that cannot be, a precision that is not trained in, or a device that is not here.
     """
-    if device != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"device = {device!r} is not there: this machine has only cpu")
+    objective_of(recipe)
+    if recipe.dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype = {recipe.dtype!r}: train in float32, or in bfloat16 over float32 weights")
+    check_device(recipe.device)
+
+
+def check_prompts(recipe: Recipe, policy: CausalLM, tokenizer: Any) -> None:
+    """Find out before a training, not at its end, whether it can be evaluated, and whether its first prompts fit.
+
+    Raises:
+        ValueError: as ``check_tasks``.
+    """
+    evaluated = dict.fromkeys((*recipe.in_domain, *recipe.out_of_domain))
+    check_tasks(evaluated, policy, tokenizer, length=recipe.length, problems=recipe.evaluate_problems)
+    check_tasks(recipe.tasks, policy, tokenizer, length=recipe.length, split="train", seed=recipe.seed)
 
 
 def problems_of(recipe: Recipe) -> Iterator[tuple[Task, Problem]]:

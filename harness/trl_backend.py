@@ -1,7 +1,7 @@
 """Training by TRL's trainer instead of the own loop, for several processes, sharded models, vLLM and adapters.
 
 What decides the numbers (rewards, advantages, the KL's place and weight, ratios, clipping) is the recipe's and goes
-through ``objective`` unchanged; ``trl_trainer`` has the subclass. what a recipe leaves open is given as TRL names it.
+through ``objective`` unchanged; ``trl_trainer`` has the subclass. What a recipe leaves open is given as TRL names it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from klgrad.harness import checkpoints
-from klgrad.harness.evaluate import check_tasks
 from klgrad.harness.models import load
 from klgrad.harness.recipe import Recipe, change
 from klgrad.harness.train import (
     Progress,
-    check_device,
+    check_prompts,
+    check_settings,
     fresh,
     objective_of,
     problems_of,
@@ -77,7 +77,7 @@ def train(
     # accelerate's own configuration would otherwise decide where the recipe says float32
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if recipe.dtype == "bfloat16" else "no"
     policy, tokenizer = load(recipe.model)
-    check_tasks((*recipe.in_domain, *recipe.out_of_domain), tokenizer)
+    check_prompts(recipe, policy, tokenizer)
     if policy.adapted:
         raise ValueError(
             f"model = {recipe.model!r} is an adapter: TRL's trainer makes a new one with --lora R; "
@@ -133,7 +133,7 @@ def refuse(recipe: Recipe, processes: int = 1, *, lora: int = 0, resume: bool = 
     Raises:
         ValueError: naming the key and what helps.
     """
-    objective = objective_of(recipe)
+    check_settings(recipe)
     for package in ("trl", "accelerate", "datasets", *(["peft"] if lora else [])):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"--backend trl needs the package {package}: {INSTALL}")
@@ -149,13 +149,10 @@ def refuse(recipe: Recipe, processes: int = 1, *, lora: int = 0, resume: bool = 
     if recipe.reset_every and (lora or resume):
         what = "an adapter's base is its reference" if lora else "TRL's checkpoints lack the reference"
         raise ValueError(f"reset_every = {recipe.reset_every}: {what}: use --backend own")
-    if recipe.dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype = {recipe.dtype!r}: train in float32, or in bfloat16 over float32 weights")
-    check_device(recipe.device)
     _divide(recipe, processes)
     if processes == 1:
         return
-    kl = objective.configuration
+    kl = recipe.configuration
     if recipe.aggregation == "token-mean":
         raise ValueError(f"token-mean divides by the tokens of the whole batch and {processes} processes split it")
     if kl is not None and kl.baseline == "loo" and kl.baseline_value == 0:

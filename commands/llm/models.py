@@ -56,14 +56,16 @@ def evaluate(
 ) -> None:  # fmt: skip
     """Scores of MODELS on test problems: mean@k with its standard error and pass@1 (the likeliest response)."""
     from klgrad.harness import evaluate as engine
-    from klgrad.harness.models import check_same_tokens, load
+    from klgrad.harness.models import check_same_tokens, check_same_vocabulary, load
 
     other, theirs = load(reference, device=device) if reference else (None, None)
     rows = []
     for path in models:
         model, tokenizer = load(path, device=device)
         if other is not None:
+            check_same_vocabulary(model, other)
             check_same_tokens(tokenizer, theirs)
+        engine.check_tasks(tasks, model, tokenizer, length=length, problems=problems)
         for name in tasks:
             options: dict[str, Any] = {
                 "problems": problems,
@@ -91,4 +93,7 @@ def evaluate(
         for r in rows
     ]
     head = ["model", "task", f"mean@{samples}", "pass@1", *(name.replace("_", " ") for name in extra)]
-    table(f"{problems} problems a task; nats", head, cells, left=2)
+    most = problems if all(r["problems"] == problems for r in rows) else f"up to {problems}"  # data can be fewer
+    table(f"{most} problems a task; nats", head, cells, left=2)
+    if failed := sum(r["unjudged"] for r in rows):
+        click.echo(f"{failed} answers or problems failed in isolation and count 0; --json has them by task")

@@ -90,6 +90,32 @@ def test_train_evaluate_and_go_on(model, tmp_path):
     assert 0 <= row["mean"] <= 1
 
 
+def test_what_cannot_be_evaluated_is_said_before_any_answer(model, monkeypatch):
+    from klgrad.harness import evaluate
+
+    monkeypatch.setattr(evaluate, "evaluate", lambda *a, **b: pytest.fail("work was done"))
+    done = run("evaluate", model, "--task", "sort", "--task", "contdown")
+    assert (done.exit_code, "did you mean 'countdown'" in done.output) == (2, True), done.output
+    assert run("evaluate", model, "--length", "60").exit_code == 2
+
+
+def test_fewer_problems_than_asked_for_are_said(model, tmp_path):
+    (tmp_path / "few.py").write_text(
+        "from klgrad.harness.tasks import Problem\n"
+        "class Few:\n"
+        "    failed = 0\n"
+        "    def problems(self, split, seed):\n"
+        "        return iter([Problem('s21=')] * 2)\n"
+        "    def reward(self, problem, response):\n"
+        "        self.failed += 1\n"
+        "        return 0.0\n"
+    )
+    done = run("evaluate", model, "--task", f"{tmp_path / 'few.py'}:Few", "--problems", "5", "--samples", "1")
+    assert done.exit_code == 0, done.output
+    assert "up to 5 problems a task" in done.output
+    assert "4 answers or problems failed in isolation and count 0" in done.output
+
+
 def test_plan(model):
     found = json.loads(run("plan", "tiny-rloo", "--set", f"model={model}", *SMALL, "--measure", "--json").output)
     assert found["parameters"] == 446_496
@@ -119,6 +145,11 @@ BAD = {
     ("train", "tiny-rloo", "--set", "model=nowhere"): "neither a folder nor a hub name",
     ("train", "tiny-rloo", "--lora", "4"): "--lora is for TRL's trainer: add --backend trl",
     ("train", "tiny-rloo", "--trl", "use_vllm=true"): "--trl is for TRL's trainer: add --backend trl",
+    ("train", "tiny-rloo", "--set", "evaluate_problems=0"): "evaluate_problems = 0 must be 1 or more",
+    ("train", "tiny-rloo", "--set", "device=gpu"): "unknown device 'gpu': cpu, cuda, or cuda:N",
+    ("train", "tiny-rloo", "--backend", "trl", "--set", "device=gpu"): "unknown device 'gpu': cpu, cuda, or cuda:N",
+    ("probe", "--device", "gpu"): "unknown device 'gpu': cpu, cuda, or cuda:N",
+    ("evaluate", "nowhere", "--device", "gpu"): "unknown device 'gpu': cpu, cuda, or cuda:N",
     ("plan", "none.toml"): "does not exist",
     ("pretrain", "--task", "soort", "--steps", "1"): "did you mean 'sort'",
     ("study", "--kl", "k9-in-loss"): "unknown estimator",

@@ -73,7 +73,26 @@ def test_what_cannot_be_evaluated_is_found_before_the_training(micro, tmp_path):
     with pytest.raises(ValueError, match="the tokenizer lacks tokens"):
         train.start(recipe.load("tiny-rloo", [*common, f"in_domain=choices:{tmp_path / 'mmlu.jsonl'}"]))
     with pytest.raises(ValueError, match="the data is empty"):
-        e.check_tasks([f"{empty(tmp_path)}:Empty"], None)
+        e.check_tasks([f"{empty(tmp_path)}:Empty"], None, None, length=1)
+
+
+def test_prompts_that_do_not_fit_are_found_before_the_training(micro, tmp_path):
+    (tmp_path / "long.py").write_text(
+        "from klgrad.harness.tasks import Problem\n"
+        "class Long:\n"
+        "    reward = None.__ne__\n"
+        "    def problems(self, split, seed):\n"
+        "        return (Problem('s' + '1' * n + '=') for n in (3, 3, 60 if split == 'test' else 3))\n"
+    )
+    common = ["model=" + str(micro), "steps=1", "out_of_domain=sort"]
+    task = f"{tmp_path / 'long.py'}:Long"
+    train.start(recipe.load("tiny-rloo", [*common, f"tasks={task}", f"in_domain={task}", "evaluate_problems=2"]))
+    with pytest.raises(ValueError, match="a prompt of 62 tokens and a response of 8 do not fit"):
+        train.start(recipe.load("tiny-rloo", [*common, f"in_domain={task}"]))  # its third problem
+    with pytest.raises(ValueError, match="a prompt of 5 tokens and a response of 60 do not fit"):
+        train.start(
+            recipe.load("tiny-rloo", [*common, f"tasks={task}", "in_domain=[]", "out_of_domain=[]", "length=60"])
+        )
 
 
 def empty(folder):

@@ -308,7 +308,7 @@ REFUSED = {
     "reset_every = 2: an adapter's base": ({"reset_every": 2}, {"lora": 4}),
     "reset_every = 2: TRL's checkpoints": ({"reset_every": 2}, {"resume": True}),
     "train in float32": ({"dtype": "float16"}, {}),
-    "this machine has only cpu": ({"device": "cuda"}, {}),
+    "this torch has no CUDA device": ({"device": "cuda"}, {}),
     "batch = 4 prompts are not shared evenly by 3": ({}, {"processes": 3}),
     "minibatch = 2 prompts are not shared evenly by 4": ({"minibatch": 2}, {"processes": 4}),
     "micro = 4 prompts do not divide the 6": ({"batch": 12, "micro": 4}, {"processes": 2}),
