@@ -34,7 +34,7 @@ def save(run: Run, out: Path, *, name: str = "") -> Path:
             reference = run.reference.state_dict()
         state = {
             "step": run.step, "drawn": run.drawn, "optimizer": run.optimizer.state_dict(), "reference": reference,
-            "queue": [(vars(e.rollouts), e.rewards, e.version) for e in run.queue],
+            "queue": [(vars(e.rollouts), e.rewards, e.version, e.unjudged) for e in run.queue],
         }  # fmt: skip
         torch.save(state, fresh / STATE)
     return folder
@@ -80,14 +80,14 @@ def restore(run: Run, out: Path) -> None:
     try:
         state = torch.load(folder / STATE, map_location=run.recipe.device, weights_only=True)
     except Exception as error:
-        raise ValueError(f"{folder / 'state.pt'} cannot be read ({error}): remove that checkpoint") from None
+        raise ValueError(f"{folder / STATE} cannot be read ({error}): remove that checkpoint") from None
     saved, _ = load(str(folder), device=run.recipe.device)
     run.policy.model.load_state_dict(saved.model.state_dict())
     run.optimizer.load_state_dict(state["optimizer"])
     if state["reference"] is not None and isinstance(run.reference, CausalLM):
         run.reference.load_state_dict(state["reference"])
     run.step, run.drawn = state["step"], state["drawn"]
-    run.queue = [Experience(Rollouts(**rollouts), rewards, version) for rollouts, rewards, version in state["queue"]]
+    run.queue = [Experience(Rollouts(**rollouts), *rest) for rollouts, *rest in state["queue"]]
 
 
 def append_line(path: Path, line: dict[str, Any]) -> None:

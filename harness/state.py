@@ -17,11 +17,12 @@ from klgrad.harness.tasks import Problem, Task
 
 @dataclass(frozen=True, eq=False)
 class Experience:
-    """Rollouts with rewards ``[B]``, drawn in round ``version`` of the policy."""
+    """Rollouts with rewards ``[B]``, drawn in round ``version`` of the policy; those ``unjudged`` count 0."""
 
     rollouts: Rollouts
     rewards: Tensor
     version: int
+    unjudged: int = 0
 
 
 @dataclass

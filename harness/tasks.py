@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Protocol
 
 from klgrad.synth.estimators import unknown
@@ -168,6 +169,23 @@ def task(name: str) -> Task:
     if colon:
         return _of_the_user(name)
     raise unknown("task", name, [*TASKS, *(f"{kind}:..." for kind in _FROM), "FILE.py:NAME"])
+
+
+def file_of(name: str) -> Path | None:
+    """The file that a task's name holds, if it holds one."""
+    kind, _, place = name.partition(":")
+    path = Path(place if kind in _FROM else name.rpartition(":")[0])
+    return path if path.is_file() else None
+
+
+def judged(posed: Sequence[tuple[Task, Problem]], responses: Sequence[str]) -> tuple[list[float], int]:
+    """Rewards of responses to problems, and how many of them failed in isolation and count 0."""
+    rewards, failed = [], 0
+    for (judge, problem), response in zip(posed, responses, strict=True):
+        before = getattr(judge, "failed", 0)
+        rewards.append(judge.reward(problem, response))
+        failed += getattr(judge, "failed", 0) - before
+    return rewards, failed
 
 
 def take(problems: Iterator[Problem], count: int) -> list[Problem]:

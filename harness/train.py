@@ -31,7 +31,7 @@ from klgrad.harness.objective import (
 from klgrad.harness.recipe import Recipe
 from klgrad.harness.rollouts import Rollouts, pad_prompts, sample
 from klgrad.harness.state import Experience, Run
-from klgrad.harness.tasks import Problem, Task, encoded, task
+from klgrad.harness.tasks import Problem, Task, encoded, judged, task
 from klgrad.synth.estimators import Estimator, estimator
 
 Progress = Callable[[int, int], None]
@@ -211,6 +211,7 @@ def train_round(run: Run, out: Path) -> dict[str, Any]:
         run.reference.load_state_dict(run.policy.state_dict())
     return {
         "step": run.step, "staleness": staleness, "reward": float(experience.rewards.mean()),
+        "unjudged": experience.unjudged,
         "length": float(experience.rollouts.mask.sum(1).float().mean()), **seen.summary(),
         "learning_rate": run.optimizer.param_groups[0]["lr"], "seconds": time.perf_counter() - began,
     }  # fmt: skip
@@ -236,8 +237,8 @@ def draw(run: Run) -> Experience:
     )  # fmt: skip
     run.drawn += 1
     texts = responses(run.tokenizer, rollouts.responses, rollouts.mask)
-    rewards = [posed[i // recipe.group][0].reward(posed[i // recipe.group][1], text) for i, text in enumerate(texts)]
-    return Experience(rollouts, torch.tensor(rewards, device=recipe.device), run.step)
+    rewards, unjudged = judged([each for each in posed for _ in range(recipe.group)], texts)
+    return Experience(rollouts, torch.tensor(rewards, device=recipe.device), run.step, unjudged)
 
 
 def _optimise(run: Run, experience: Experience, advantages: Tensor, rows: slice, seen: Statistics, out: Path) -> None:

@@ -35,7 +35,7 @@ from klgrad.harness.objective import ADVANTAGES, MONITORS, estimator_summaries, 
 from klgrad.harness.recipe import Recipe
 from klgrad.harness.rollouts import Rollouts, check_fits, pad_prompts
 from klgrad.harness.state import Run
-from klgrad.harness.tasks import Problem, Task, decoded, encoded
+from klgrad.harness.tasks import Problem, Task, decoded, encoded, judged
 from klgrad.harness.train import Statistics, Stopped, evaluations, every, objective_of
 
 # What is overridden or called, and the parameters each must begin with; more may follow if they have defaults.
@@ -129,8 +129,8 @@ class ObjectiveTrainer(RLOOTrainer):  # type: ignore[misc]  # TRL carries no typ
             self.summaries |= estimator_summaries(self.objective.configuration.estimator)
 
         def task_reward(prompts: list[str], completions: list[str], problem: list[int], **_: Any) -> list[float]:
-            judged = ((*self.posed[number], text) for number, text in zip(problem, completions, strict=True))
-            return [judge.reward(posed, text) for judge, posed, text in judged]
+            rewards, self.unjudged = judged([self.posed[number] for number in problem], completions)
+            return rewards
 
         super().__init__(
             model=policy.model, reward_funcs=task_reward, args=arguments, processing_class=tokenizer,
@@ -185,7 +185,10 @@ class ObjectiveTrainer(RLOOTrainer):  # type: ignore[misc]  # TRL carries no typ
         advantages = ADVANTAGES[recipe.advantage](rewards, recipe.group)
         first = self.accelerator.process_index * len(prompts)
         lengths = self.accelerator.gather(rollouts.mask.sum(1))
-        self.sampled = {"reward": float(rewards.mean()), "length": float(lengths.float().mean())}
+        unjudged = self.accelerator.gather(torch.tensor([self.unjudged], device=device)).sum()
+        self.sampled = {
+            "reward": float(rewards.mean()), "unjudged": int(unjudged), "length": float(lengths.float().mean()),
+        }  # fmt: skip
         found = {
             "prompt_ids": rollouts.tokens[:, : rollouts.prompt], "prompt_mask": rollouts.real[:, : rollouts.prompt],
             "completion_ids": rollouts.responses, "completion_mask": rollouts.mask,

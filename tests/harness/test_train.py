@@ -52,6 +52,29 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(recipe, tmp_path, chang
     assert checkpoints.read_lines(tmp_path / "parts" / "metrics.jsonl") == json.loads(json.dumps(parts))
 
 
+UNJUDGED = """
+from klgrad.harness.tasks import Sort
+class Broken(Sort):
+    failed = 0
+    def reward(self, problem, response):
+        self.failed += response[:1] < "5"
+        return 0.0
+"""
+
+
+def test_responses_that_could_not_be_judged_are_counted(recipe, tmp_path):
+    """With the round that trains on them, also after a checkpoint: a judge that always fails is not only reward 0."""
+    (tmp_path / "broken.py").write_text(UNJUDGED)
+    made = recipe(tasks=(f"{tmp_path / 'broken.py'}:Broken",), staleness=1)
+    whole = t.train(made, tmp_path / "whole")
+    assert len({line["unjudged"] for line in whole}) > 1
+    assert all(0 <= line["unjudged"] <= 8 for line in whole)
+    rounds = iter([True])
+    t.train(made, tmp_path / "parts", stop=lambda: next(rounds))
+    assert bare(t.train(made, tmp_path / "parts", resume=True)) == bare(whole)
+    assert {line["unjudged"] for line in t.train(recipe(), tmp_path / "sort")} == {0}
+
+
 def test_staleness_grows_to_what_was_asked(recipe, tmp_path):
     lines = t.train(recipe(staleness=2), tmp_path)
     assert [line["staleness"] for line in lines] == [0, 1, 2, 2]
