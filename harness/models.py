@@ -241,6 +241,11 @@ def load(path: str, *, dtype: str = "float32", device: str = "cpu") -> tuple[Cau
     return found.eval(), checked_tokenizer(tokenizer, path)
 
 
+def placed(name: str) -> str:
+    """A folder named from the root, so that it is found from elsewhere too; a hub name as it is."""
+    return str(Path(name).resolve()) if name and Path(name).is_dir() else name
+
+
 def check_device(device: str) -> None:
     """cpu, cuda or cuda:N, and here.
 

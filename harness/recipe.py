@@ -179,15 +179,23 @@ def _typed(given: dict[str, Any]) -> dict[str, Any]:
     for key, value in given.items():
         if key not in kinds:
             raise unknown("key", key, list(kinds))
-        kind = kinds[key]
-        if kind is tuple and isinstance(value, str):
-            value = [value]
-        if kind is tuple and isinstance(value, list) and all(isinstance(each, str) for each in value):
-            value = tuple(value)
-        elif kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if type(value) is not kind:
-            wanted = {tuple: "a list of names", float: "a number", int: "a whole number", bool: "true or false"}
-            raise ValueError(f"{key} = {value!r} must be {wanted.get(kind, 'text')}")
-        found[key] = value
+        found[key] = of_kind(kinds[key], key, value)
     return found
+
+
+def of_kind(kind: type, key: str, value: Any) -> Any:
+    """A key's value as what its default is.
+
+    Raises:
+        ValueError: when it is of another kind.
+    """
+    if kind is tuple and isinstance(value, str):
+        value = [value]
+    if kind is tuple and isinstance(value, list) and all(isinstance(each, str) for each in value):
+        value = tuple(value)
+    elif kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not kind:
+        wanted = {tuple: "a list of names", float: "a number", int: "a whole number", bool: "true or false"}
+        raise ValueError(f"{key} = {value!r} must be {wanted.get(kind, 'text')}")
+    return value

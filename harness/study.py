@@ -116,7 +116,8 @@ def run(
     Args:
         processes: runs at once, a thread each.
         scheduler: the address of a Dask scheduler whose workers do the runs instead, with the same numbers. They read
-            the recipe's models themselves, at the same place; metrics and evaluations come back, checkpoints do not.
+            the recipe's models and data themselves, at the same place; metrics and evaluations come back, checkpoints
+            do not.
 
     Raises:
         ValueError: for a model that cannot be used, or a cluster that cannot.
@@ -184,11 +185,18 @@ def _on_cluster(cells: Sequence[Cell], base: Recipe, out: Path, scheduler: str) 
 
 
 def _placed(base: Recipe) -> Recipe:
-    """With its models' folders named from the root: a worker has another working directory."""
+    """With its models' folders named from the root: a worker has another working directory.
 
-    def placed(name: str) -> str:
-        return str(Path(name).resolve()) if name and Path(name).is_dir() else name
+    Raises:
+        ValueError: for a task's file that is not: scores are kept under the name that was given.
+    """
+    from klgrad.harness.models import placed
+    from klgrad.harness.tasks import file_of
 
+    for name in (*base.tasks, *base.in_domain, *base.out_of_domain):
+        file = file_of(name)
+        if file is not None and not file.is_absolute():
+            raise ValueError(f"{name}: a cluster's workers work in other folders: name its file {file.resolve()}")
     return replace(base, model=placed(base.model), reference=placed(base.reference))
 
 

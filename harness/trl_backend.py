@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from klgrad.harness import checkpoints
-from klgrad.harness.models import load
-from klgrad.harness.recipe import Recipe, change
+from klgrad.harness.models import load, placed
+from klgrad.harness.recipe import Recipe, change, of_kind
 from klgrad.harness.train import (
     Progress,
     check_prompts,
@@ -76,7 +76,7 @@ def train(
     given = arguments(recipe, out, processes) | own_options(options)
     # accelerate's own configuration would otherwise decide where the recipe says float32
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if recipe.dtype == "bfloat16" else "no"
-    policy, tokenizer = load(recipe.model)
+    policy, tokenizer = load(placed(recipe.model))  # from the root: an adapter's configuration names its base so
     check_prompts(recipe, policy, tokenizer)
     if policy.adapted:
         raise ValueError(
@@ -97,10 +97,13 @@ def train(
         if progress:
             progress(line["step"], recipe.steps)
 
-    trainer = ObjectiveTrainer(
-        recipe, policy, tokenizer, problems_of(recipe), RLOOConfig(**given), out,
-        peft_config=_lora(lora) if lora else None, after=after, stop=stop,
-    )  # fmt: skip
+    try:
+        trainer = ObjectiveTrainer(
+            recipe, policy, tokenizer, problems_of(recipe), RLOOConfig(**given), out,
+            peft_config=_lora(lora) if lora else None, after=after, stop=stop,
+        )  # fmt: skip
+    except ImportError as error:  # vLLM, DeepSpeed: what --trl asks for and klgrad does not bring
+        raise ValueError(f"--trl {' '.join(options)}: {str(error).strip().splitlines()[0]}") from None
     writer = tensorboard_writer(out) if tensorboard and main else None
     try:
         trainer.train(resume_from_checkpoint=None if folder is None else str(folder))
@@ -195,11 +198,11 @@ def own_options(options: Sequence[str]) -> dict[str, Any]:
     """``KEY=VALUE`` of TRL's RLOOConfig, of those that the recipe leaves open.
 
     Raises:
-        ValueError: for a key that does not exist, or that a recipe decides.
+        ValueError: for a key that does not exist or that a recipe decides, or a value of the wrong kind.
     """
     from trl import RLOOConfig
 
-    known = [field.name for field in fields(RLOOConfig)]
+    known = {field.name: field.default for field in fields(RLOOConfig)}
     free = [name for name in known if any(fnmatch.fnmatch(name, pattern) for pattern in OPTIONS)]
     found = dict(change(text, "--trl", "use_vllm=true") for text in options)
     for key in found:
@@ -207,6 +210,8 @@ def own_options(options: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"--trl {key}: the recipe decides that; --trl takes {', '.join(OPTIONS)}")
         if key not in free:
             raise unknown("option of TRL", key, free)
+        if known[key] is not None:  # what those without a default take is TRL's to say
+            found[key] = of_kind(type(known[key]), f"--trl {key}", found[key])
     return found
 
 

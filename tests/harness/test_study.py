@@ -84,6 +84,16 @@ def test_a_run_elsewhere_gives_the_files_of_one_here(micro, tmp_path, monkeypatc
     assert all(s.finished(tmp_path / "there" / cell.name, base.steps) for cell in cells)
 
 
+def test_a_cluster_is_not_given_a_task_s_file_that_its_workers_would_not_find(micro, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("from klgrad.harness.tasks import Sort\n")
+    monkeypatch.chdir(tmp_path)
+    base = Recipe(model=str(micro), tasks=("mine.py:Sort",), in_domain=("sort",), out_of_domain=(), steps=1, length=6)
+    cells = s.grid((s.NO_KL,), (1.0,), 1, (0,))
+    with pytest.raises(ValueError, match=f"mine.py:Sort: .* name its file {tmp_path / 'mine.py'}"):
+        s.run(cells, base, tmp_path / "out", scheduler="tcp://somewhere:8786")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [

@@ -331,13 +331,41 @@ def test_evaluations_that_cannot_be_posed_are_said_before_a_training(recipe, tmp
     assert not (tmp_path / "out").exists()
 
 
+def test_responses_that_could_not_be_judged_are_counted(recipe, tmp_path):
+    (tmp_path / "broken.py").write_text(
+        TASK.replace("def reward(", "failed = 0\n    def reward(").replace("return sum", "self.failed += 1; return sum")
+    )
+    (line,) = trl_backend.train(recipe(steps=1, tasks=(f"{tmp_path / 'broken.py'}:Low",)), tmp_path / "out")
+    assert line["unjudged"] == 4 * 2
+
+
+def test_an_adapter_names_its_base_from_the_root(recipe, micro, tmp_path, monkeypatch):
+    monkeypatch.chdir(micro.parent)
+    trl_backend.train(recipe(steps=1, model=micro.name), tmp_path / "out", lora=2)
+    monkeypatch.chdir(tmp_path)
+    adapted, _ = models.load("out/step-1")
+    assert adapted.adapted
+
+
+def test_a_package_that_an_option_needs_is_one_sentence(recipe, tmp_path, monkeypatch):
+    def missing(*given, **more):
+        raise ImportError("vLLM is not available\nat all")
+
+    monkeypatch.setattr(trl_trainer, "ObjectiveTrainer", missing)
+    with pytest.raises(ValueError, match=r"^--trl use_vllm=true: vLLM is not available$"):
+        trl_backend.train(recipe(), tmp_path / "out", options=["use_vllm=true"])
+
+
 def test_options_of_trl():
     found = trl_backend.own_options(["use_vllm=true", "vllm_mode=colocate"])
     assert found == {"use_vllm": True, "vllm_mode": "colocate"}
+    assert trl_backend.own_options(["vllm_server_timeout=9", "fsdp=full_shard"])["vllm_server_timeout"] == 9.0
     for text, sentence in (
         ("learning_rate=1", "learning_rate: the recipe decides that"),
         ("use_vlm=true", "did you mean 'use_vllm'"),
         ("use_vllm", "write KEY=VALUE, such as --trl use_vllm=true"),
+        ("adam_beta1=much", "--trl adam_beta1 = 'much' must be a number"),
+        ("use_vllm=1", "--trl use_vllm = 1 must be true or false"),
     ):
         with pytest.raises(ValueError, match=sentence):
             trl_backend.own_options([text])
