@@ -1,29 +1,16 @@
 """Figure 1 on a language model: each configuration's gradient bias and variance, on common samples.
 
-**Truth.** The gradient of the sequence-level reverse KL is taken as exact per-position KL in the loss, plus the score
-function of each token times the *later* per-position KL, with the mean of the other samples of the prompt as baseline:
-no sampled log-ratio is left in it.
-
-**Bias** is estimated in Rao-Blackwellised form: each configuration with its own token summed out over the vocabulary,
-
-    E[c_t p_t | prefix] = sum_v pi(v) phi(delta_v) p_v,    E[slope_t p_t | prefix] = sum_v pi(v) slope(delta_v) p_v,
-
-later values c_u by their mean given the prefix, and earlier ones dropped, whose terms have mean zero. The expectation
-is the same (a test enumerates it). The tails are not: sampled k3 is so heavy-tailed that a finite sample hides its
-bias. In this form k1-in-reward *is* the truth above, so its bias is 0 by identity and not by measurement.
-
-**Variance** is that of the sampled form, as it would be trained. The squared bias is a U-statistic over trials.
+**Bias** is estimated in Rao-Blackwellised form (``fields``), **variance** is that of the sampled form, as it would be
+trained. The squared bias is a U-statistic over trials.
 
 Shapes: K trials, each of N = samples x prompts sequences, k the coordinates of a gradient (or of its sketch).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,125 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from klgrad.harness import statistics
+from klgrad.harness.fields import TRUTH, combine, field_loss, fields, summaries_of, wanted
 from klgrad.harness.models import LanguageModel, check_same_vocabulary, select_parameters
-from klgrad.harness.objective import (
-    MONITORS,
-    Summary,
-    estimator_summaries,
-    kl_loss,
-    loss_part,
-    reward_part,
-    token_terms,
-    weighted_score,
-)
+from klgrad.harness.objective import Summary, kl_loss, loss_part, reward_part, token_terms
 from klgrad.harness.rollouts import Rollouts, pad_prompts, sample
 from klgrad.synth.configurations import Configuration
-from klgrad.synth.estimators import Estimator, estimator
+from klgrad.synth.estimators import Estimator
 
 if TYPE_CHECKING:
     import pandas as pd
 
 Progress = Callable[[int, int], None]
-TRUTH = {"own-value:k1": 1.0, "future:full": 1.0}
-_FULL = estimator("full")
 COORDINATES = 1 << 14
-
-
-# ---------------------------------------------------------------------------------------- Rao-Blackwellised fields
-
-
-def _expected(function: Callable[[Tensor], Tensor], full: Tensor, base: Tensor) -> Tensor:
-    """``[m, V]`` pi(v) f(delta_v), 0 for a token never emitted."""
-    possible = full > -math.inf
-    delta = torch.where(possible, full - base, 0.0)
-    return torch.where(possible, full.exp() * function(delta), 0.0)
-
-
-def _summary(kind: str, est: Estimator) -> Summary:
-    """The summary behind a field, by the kind in its name."""
-    if kind == "mean":
-        value = est.value
-        if est.full:
-            return lambda full, base: value(full.detach(), base)
-        return lambda full, base: _expected(value, full.detach(), base).sum(-1)
-    if est.full:  # the whole distribution is in its slope already
-        return weighted_score(est.slope)
-    return weighted_score(partial(_expected, est.value if kind == "own-value" else est.slope))
-
-
-def _mean_of(est: Estimator) -> Estimator:
-    """Whose conditional mean a value has: every unbiased estimator shares that of ``full``."""
-    return _FULL if est.unbiased else est
-
-
-def fields(configuration: Configuration) -> dict[str, float]:
-    """The Rao-Blackwellised expectation of a configuration on-policy, as weights on fields ``KIND:ESTIMATOR``.
-
-    Raises:
-        ValueError: for a length mean, whose divisor depends on tokens still to come.
-    """
-    if configuration.aggregation == "length-mean":
-        raise ValueError(
-            f"{configuration}: the length is not known when a token is summed out, so the probe has no such form: "
-            "use sum or divide=K"
-        )
-    est, scale, found = configuration.estimator, 1 / configuration.divisor, dict[str, float]()
-    if configuration.in_reward and configuration.credit != "future" and not est.full:
-        found[f"own-value:{est}"] = scale
-    if configuration.in_reward and configuration.credit != "token":
-        found[f"future:{_mean_of(est)}"] = scale
-    if configuration.in_loss and est.name != "k1":  # k1's slope is 1, and sum_v pi(v) p_v = 0
-        name = "own-value:k1" if est.full else f"own-slope:{est}"  # pi(v) delta(v) is the slope of the full KL
-        found[name] = found.get(name, 0.0) + scale
-    return found
-
-
-def parts(configuration: Configuration) -> tuple[Configuration, ...]:
-    """The reward and the loss part: the sampled gradient is their sum, and parts are shared between configurations."""
-    return (
-        (reward_part(configuration), loss_part(configuration))
-        if configuration.placement == "both"
-        else (configuration,)
-    )
-
-
-def _wanted(configurations: Sequence[Configuration]) -> list[str]:
-    names = dict.fromkeys(TRUTH)
-    for configuration in configurations:
-        names.update(dict.fromkeys(fields(configuration)))
-    return list(names)
-
-
-def _summaries(names: Sequence[str], configurations: Sequence[Configuration]) -> dict[str, Summary]:
-    found: dict[str, Summary] = dict(MONITORS)
-    for name in names:
-        kind, _, which = name.partition(":")
-        kind = "mean" if kind == "future" else kind
-        found[f"{kind}:{which}"] = _summary(kind, estimator(which))
-    for configuration in configurations:
-        found.update(estimator_summaries(configuration.estimator))
-    return found
-
-
-def later(values: Tensor, mask: Tensor, group: int) -> Tensor:
-    """``[B, T]`` sum of the values after each token, minus the mean of the same over the rest of the group.
-
-    The other samples' sums do not depend on this one's tokens, so the baseline is free; ended ones count as 0.
-    """
-    ahead = values.sum(1, keepdim=True) - values.cumsum(1)
-    if group > 1:
-        grouped = ahead.reshape(-1, group, ahead.shape[1])
-        ahead = ((grouped - grouped.mean(1, keepdim=True)) * group / (group - 1)).reshape(ahead.shape)
-    return torch.where(mask, ahead, 0.0)
-
-
-def field_loss(name: str, terms: dict[str, Tensor], mask: Tensor, group: int) -> Tensor:
-    """``[B]`` losses whose gradient is the field, each sequence its own."""
-    kind, _, which = name.partition(":")
-    if kind == "future":
-        values = torch.where(mask, terms[f"mean:{which}"].detach(), 0.0)
-        return (later(values, mask, group) * terms["log_probs"]).sum(1)
-    return torch.where(mask, terms[name], 0.0).sum(1)
 
 
 # ------------------------------------------------------------------------------------------------ gradients as rows
@@ -289,8 +169,8 @@ def run_trials(
     """The trials, length by length."""
     assert isinstance(setting.policy, nn.Module)
     chosen = [parameter for _, parameter in select_parameters(setting.policy, setting.parameters)]
-    names = _wanted(configurations)
-    summaries = _summaries(names, configurations)
+    names = wanted(configurations)
+    summaries = summaries_of(names, configurations)
     device = chosen[0].device
     sketch = Sketch(sum(p.numel() for p in chosen), setting.coordinates, seed, device)
     prompts, real = (
@@ -403,6 +283,15 @@ def _one_trial(
     }
 
 
+def parts(configuration: Configuration) -> tuple[Configuration, ...]:
+    """The reward and the loss part: the sampled gradient is their sum, and parts are shared between configurations."""
+    return (
+        (reward_part(configuration), loss_part(configuration))
+        if configuration.placement == "both"
+        else (configuration,)
+    )
+
+
 def values(est: Estimator, terms: dict[str, Tensor], mask: Tensor) -> Tensor:
     """``[B, T]`` what each token contributes to the estimate, 0 where masked; no gradient."""
     found = terms["value"] if est.full else est.value(terms["log_probs"].detach() - terms["reference"])
@@ -414,9 +303,3 @@ def _stack(rows: Sequence[dict[str, Any]]) -> Trials:
         return {name: np.array([row[key][name] for row in rows]) for name in rows[0][key]}
 
     return Trials(stacked("fields"), stacked("sampled"), np.array([row["kl"] for row in rows]), stacked("values"))
-
-
-def combine(weights: dict[str, float], found: dict[str, np.ndarray]) -> np.ndarray:
-    """``[K, k]`` the weighted sum of fields."""
-    first = next(iter(found.values()))
-    return sum((w * found[name] for name, w in weights.items()), np.zeros_like(first))

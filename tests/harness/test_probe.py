@@ -16,6 +16,7 @@ from klgrad.synth.presets import preset
 
 torch = pytest.importorskip("torch")
 
+from klgrad.harness import fields as f  # noqa: E402
 from klgrad.harness import objective as o  # noqa: E402
 from klgrad.harness import probe as p  # noqa: E402
 from klgrad.harness import statistics  # noqa: E402
@@ -31,11 +32,11 @@ def everything(name, length, configurations):
     every = sequences(pair.automaton, length)
     tokens, mask = torch.as_tensor(every.tokens), torch.as_tensor(every.mask)
     whole = torch.cat([torch.zeros_like(tokens[:, :1]), tokens], 1)
-    names = p._wanted(configurations)
+    names = f.wanted(configurations)
     terms = o.token_terms(
         policy.features(whole, whole)[0][:, :-1], policy.head, tokens, mask,
         reference=(reference.features(whole, whole)[0][:, :-1], reference.head),
-        summaries=p._summaries(names, configurations),
+        summaries=f.summaries_of(names, configurations),
     )  # fmt: skip
     probability = torch.as_tensor(np.exp(log_probability(every, pair.policy.log_probs)))
     return pair, policy, terms, mask, probability
@@ -49,9 +50,9 @@ def test_summing_out_the_own_token_keeps_the_expectation(estimator, name):
     configurations = [parse(text) for text in (*credits, f"{estimator}-in-loss", f"{estimator}-in-both+divide=3")]
     pair, policy, terms, mask, probability = everything(name, 2, configurations)
     for configuration in configurations:
-        loss = sum(w * p.field_loss(f, terms, mask, 1) for f, w in p.fields(configuration).items())
+        loss = sum(w * f.field_loss(name, terms, mask, 1) for name, w in f.fields(configuration).items())
         gradient = torch.zeros_like(policy.theta)
-        if p.fields(configuration):
+        if f.fields(configuration):
             (gradient,) = torch.autograd.grad((probability * loss).sum(), [policy.theta], retain_graph=True)
         assert_close(gradient.numpy(), enumerate_configuration(configuration, pair, 2).mean)
 
@@ -59,7 +60,7 @@ def test_summing_out_the_own_token_keeps_the_expectation(estimator, name):
 @pytest.mark.parametrize("name", ["far", "ends"])
 def test_the_truth_is_the_true_gradient(name):
     pair, policy, terms, mask, probability = everything(name, 3, [])
-    loss = sum(w * p.field_loss(f, terms, mask, 1) for f, w in p.TRUTH.items())
+    loss = sum(w * f.field_loss(name, terms, mask, 1) for name, w in f.TRUTH.items())
     (gradient,) = torch.autograd.grad((probability * loss).sum(), [policy.theta])
     assert_close(gradient.numpy(), true_gradient(pair, [3])[0])
 
@@ -73,7 +74,7 @@ def test_the_baseline_of_the_others_costs_nothing():
     pairs = {key: value[index] for key, value in terms.items()}
     weight = (probability[first] * probability[second]).repeat_interleave(2) / 2
     found = [
-        torch.autograd.grad((w * p.field_loss("future:full", t, m, g)).sum(), [policy.theta], retain_graph=True)[0]
+        torch.autograd.grad((w * f.field_loss("future:full", t, m, g)).sum(), [policy.theta], retain_graph=True)[0]
         for w, t, m, g in ((weight, pairs, mask[index], 2), (probability, terms, mask, 1))
     ]
     assert_close(*(g.numpy() for g in found))
@@ -181,4 +182,4 @@ def test_bad_settings(change, sentence):
 
 def test_a_length_mean_has_no_such_form():
     with pytest.raises(ValueError, match="use sum or divide=K"):
-        p.fields(parse("k1-in-loss+length-mean"))
+        f.fields(parse("k1-in-loss+length-mean"))
