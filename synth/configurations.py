@@ -206,8 +206,6 @@ def parse(text: str) -> Configuration:
             f"{text!r} is no configuration: write ESTIMATOR-in-PLACEMENT[+option], "
             f"with an estimator of {', '.join(ESTIMATORS)} and a placement of {', '.join(PLACEMENTS)}"
         )
-    if match[2] not in PLACEMENTS:
-        raise unknown("placement", match[2], list(PLACEMENTS))
     fields: dict[str, Any] = {}
     spelled: dict[str, str] = {}
 

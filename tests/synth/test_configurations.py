@@ -323,16 +323,32 @@ def test_leave_one_out_groups_must_divide_the_batch():
         score_coefficients(parse("k1-in-reward+loo=4"), **arrays(WORLD))
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_importance_ratios_by_hand(ratio):
+def test_importance_ratios_by_hand(ratio, library):
+    xp = np if library == "numpy" else pytest.importorskip("torch")
     rho = np.array([[2.0, 3.0, 0.5], [1.0, 4.0, 7.0]])
     ones, run = np.ones_like(rho), np.array([[2.0, 6.0, 3.0], [1.0, 4.0, 28.0]])
     whole = np.array([[3.0] * 3, [28.0] * 3])
     own, before = {"none": (ones, ones), "token": (rho, ones), "prefix": (run, run / rho), "sequence": (whole, whole)}[
         ratio
     ]
-    for got, wanted in zip(importance_ratios(ratio, np.log(rho), np), (own, before), strict=True):
-        assert_close(got, wanted, 1e-14)  # shapes included
+    for got, wanted in zip(importance_ratios(ratio, xp.asarray(np.log(rho)), xp), (own, before), strict=True):
+        assert_close(np.asarray(got), wanted, 1e-14)  # shapes included
+
+
+def test_a_torch_batch_has_the_leave_one_out_baselines_of_a_numpy_batch(torch):
+    here = {name: table[:4] for name, table in arrays(WORLD).items()}
+    there = {name: torch.as_tensor(table) for name, table in here.items()}
+    for name in ("k3-in-reward+loo", "k1-in-both+rtg+loo=2"):
+        wanted, got = (score_coefficients(parse(name), **batch)[0] for batch in (here, there))
+        assert_close(np.asarray(got), wanted, 1e-14)
+
+
+def test_without_a_baseline_given_it_is_zero():
+    batch = {name: table for name, table in arrays(WORLD).items() if name != "baseline"}
+    c = parse("k3-in-reward+mean-baseline")
+    np.testing.assert_array_equal(score_coefficients(c, **batch)[0], score_coefficients(c, **batch, baseline=0.0)[0])
 
 
 @pytest.mark.parametrize("missing", [["full_log_probs"], ["full_reference"], ["full_log_probs", "full_reference"]])
