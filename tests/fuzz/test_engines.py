@@ -98,12 +98,15 @@ def test_moments_agree_with_enumeration_on_extreme_models(world, configuration, 
 @given(world=extreme_pairs(), configuration=configurations(baselines=BASELINES), data=st.data())
 def test_sampling_gives_numbers_or_says_overflow(world, configuration, data):
     pair, longest = world
-    length = data.draw(st.sampled_from([n for n in LENGTHS if n <= longest]))
-    drawn = simulate(pair, [configuration], [length], trials=2, samples=4, seed=data.draw(st.integers(0, 3)))
-    assert drawn.gradients[0].shape == (2, 1, pair.policy.parameters)
-    if log_size(pair, length) < 700:
-        assert np.isfinite(drawn.gradients[0]).all()
-        assert np.isfinite(drawn.estimates[0]).all()
+    further = (40, 600) if longest == max(LENGTHS) else ()  # tokens of a block, and more than a block holds
+    some = st.sampled_from([*(n for n in LENGTHS if n <= longest), *further])
+    lengths = sorted(data.draw(st.sets(some, min_size=1, max_size=3)))
+    drawn = simulate(pair, [configuration], lengths, trials=2, samples=4, seed=data.draw(st.integers(0, 3)))
+    for length, gradients, estimates in zip(lengths, drawn.gradients, drawn.estimates, strict=True):
+        assert gradients.shape == (2, 1, pair.policy.parameters)
+        if log_size(pair, length) < 700:
+            assert np.isfinite(gradients).all()
+            assert np.isfinite(estimates).all()
 
 
 MEANS_NOTHING = {"relative_bias", "scale", "cosine"}  # documented: NaN where a gradient is zero

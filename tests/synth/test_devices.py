@@ -128,8 +128,8 @@ def test_sums_are_those_of_the_plain_formula(device, world, configuration):
     got = reduced(TorchSampler(world.pair, [configuration], device), path, np.arange(len(path)), len(path))[0]
     assert_close(got[0], x[p > 0])
     assert_close(got[3], c[p > 0])
-    if configuration.baseline != "none":
-        assert_close(got[1], y[p > 0])
+    if configuration.baseline != "none":  # y is a difference of two x, and what cancels there is as large as they are
+        assert_close(got[1], y[p > 0], 1e-10 * max(1.0, np.abs(x).max()))
     assert_close(probability @ got[4], moments(world.pair, [configuration], [world.length])[0].estimate[0])
 
 
@@ -188,7 +188,8 @@ def test_estimates_on_random_models_agree_with_enumeration(device, world, config
     drawn = simulate(world.pair, [configuration], [world.length], trials=trials, samples=samples, device=device)
     off, n, level = np.abs(drawn.gradients[0][:, 0].mean(axis=0) - p @ g), trials * samples, np.log(2e7)
     most, spread = np.abs(g - p @ g)[p > 0].max(axis=0) * level / 3, p @ (g - p @ g) ** 2
-    assert (off <= (most + np.sqrt(most**2 + 2 * n * spread * level)) / n + 1e-12 * np.abs(g).max()).all()
+    rounding = 1e-12 * np.abs(x).max()  # g may be nothing but the rounding of x less its baseline
+    assert (off <= (most + np.sqrt(most**2 + 2 * n * spread * level)) / n + rounding).all()
 
 
 def z_scores(pair, names, length, device, trials=200, samples=100, seed=5):
