@@ -228,7 +228,7 @@ def serve() -> None:
 
 
 def _from_anywhere(entry: str) -> str:
-    """An entry of sys.path as another working folder needs it; what is no path is a finder's, such as an editable one's."""
+    """An entry of sys.path for another working folder; what is no path is a finder's (of an editable installation)."""
     return os.path.abspath(entry) if not entry or os.path.exists(entry) else entry
 
 
