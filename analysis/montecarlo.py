@@ -175,25 +175,16 @@ def store_of(
     seed: int,
     device: str = CPU,
 ) -> Path:
-    """The folder below ``store`` that holds this request's finished blocks."""
-    return store / request_key(pair, configurations, trials, samples, seed, device)
+    """The folder below ``store`` that holds this request's finished blocks.
 
-
-def request_key(
-    pair: PolicyPair,
-    configurations: Sequence[Configuration],
-    trials: int,
-    samples: int,
-    seed: int,
-    device: str = CPU,
-) -> str:
-    """What a stored block must agree on to be taken up again; numbers of different devices never mix."""
+    Its name is a hash of all that they must agree on to be taken up again; numbers of different devices never mix.
+    """
     import hashlib
 
     request: tuple[Any, ...] = (FORMAT, fingerprint(pair), [str(c) for c in configurations], trials, samples, seed)
     if device != CPU:
         request = (*request, identity(device))
-    return hashlib.sha256(repr(request).encode()).hexdigest()[:16]
+    return store / hashlib.sha256(repr(request).encode()).hexdigest()[:16]
 
 
 def simulate(

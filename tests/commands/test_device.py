@@ -141,10 +141,10 @@ def test_stored_blocks_of_devices_do_not_mix(tmp_path, monkeypatch):
         blocks_of(tmp_path, "torch-cpu")
 
 
-def test_the_name_of_the_hardware_is_part_of_the_request(monkeypatch, torch):
+def test_the_name_of_the_hardware_is_part_of_the_request(tmp_path, monkeypatch, torch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"card of {device}")
     assert montecarlo.identity("cuda:1") == f"torch {torch.__version__} on card of cuda:1"
     request = (preset("near"), [parse("k1-in-loss")], 2, 2, 0)
-    keys = {montecarlo.request_key(*request, device) for device in ("cpu", "torch-cpu", "cuda", "cuda:1")}
+    keys = {montecarlo.store_of(tmp_path, *request, device) for device in ("cpu", "torch-cpu", "cuda", "cuda:1")}
     assert len(keys) == 4
-    assert montecarlo.request_key(*request) in keys
+    assert montecarlo.store_of(tmp_path, *request) in keys
