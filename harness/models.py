@@ -7,7 +7,6 @@ over the vocabulary exist only for a chunk at a time. transformers is imported w
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -429,9 +428,3 @@ def tiny(seed: int = 0, *, hidden: int = 96, layers: int = 4, window: int = 64) 
 def parameter_count(model: nn.Module) -> int:
     """Number of parameters, shared ones once."""
     return sum(p.numel() for p in model.parameters())
-
-
-def config_of(path: str) -> dict[str, Any]:
-    """The ``config.json`` of a local model folder, or nothing."""
-    file = Path(path) / "config.json"
-    return dict(json.loads(file.read_text())) if file.is_file() else {}
