@@ -11,6 +11,8 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +69,12 @@ def train(
     """
     run = start(recipe)
     lines = _resumed(run, out) if resume else fresh(out)
-    writer = tensorboard_writer(out) if tensorboard else None
-    try:
+    with recording(out, tensorboard) as record:
         while run.step < recipe.steps:
             line = train_round(run, out)
             lines.append(line)
             checkpoints.append_line(out / "metrics.jsonl", line)
-            if writer:
-                write_scalars(writer, line)
+            record(line)
             done = run.step == recipe.steps
             asked = stop()
             if every(recipe.evaluate_every, run.step) or done:
@@ -85,6 +85,20 @@ def train(
                 progress(run.step, recipe.steps)
             if asked:
                 break
+    return lines
+
+
+@contextmanager
+def recording(out: Path, tensorboard: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """What also takes each line of metrics (TensorBoard, where asked for); a disk that refuses is said in a sentence.
+
+    Raises:
+        ValueError: without the package tensorboard, where asked for.
+        OSError: when the disk refuses; earlier checkpoints are untouched.
+    """
+    writer = _tensorboard_writer(out) if tensorboard else None
+    try:
+        yield (lambda line: None) if writer is None else partial(_write_scalars, writer)
     except OSError as error:
         raise OSError(
             f"cannot write to {out}: {error.strerror or error}; checkpoints there are whole, "
@@ -93,7 +107,6 @@ def train(
     finally:
         if writer:
             writer.close()
-    return lines
 
 
 def every(period: int, step: int) -> bool:
@@ -347,7 +360,7 @@ def evaluations(run: Run) -> dict[str, Any]:
     return found
 
 
-def tensorboard_writer(out: Path) -> Any:
+def _tensorboard_writer(out: Path) -> Any:
     """Where the scalars of a run go.
 
     Raises:
@@ -360,7 +373,7 @@ def tensorboard_writer(out: Path) -> Any:
     return SummaryWriter(str(out))
 
 
-def write_scalars(writer: Any, line: dict[str, Any]) -> None:
+def _write_scalars(writer: Any, line: dict[str, Any]) -> None:
     """A line of metrics as scalars."""
     for name, value in line.items():
         writer.add_scalar(name, value, line["step"])

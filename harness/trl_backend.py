@@ -24,8 +24,7 @@ from klgrad.harness.train import (
     fresh,
     objective_of,
     problems_of,
-    tensorboard_writer,
-    write_scalars,
+    recording,
 )
 from klgrad.synth.estimators import unknown
 
@@ -92,8 +91,7 @@ def train(
 
     def after(line: dict[str, Any]) -> None:
         lines.append(line)
-        if writer:
-            write_scalars(writer, line)
+        record(line)
         if progress:
             progress(line["step"], recipe.steps)
 
@@ -104,17 +102,8 @@ def train(
         )  # fmt: skip
     except ImportError as error:  # vLLM, DeepSpeed: what --trl asks for and klgrad does not bring
         raise ValueError(f"--trl {' '.join(options)}: {str(error).strip().splitlines()[0]}") from None
-    writer = tensorboard_writer(out) if tensorboard and main else None
-    try:
+    with recording(out, tensorboard and main) as record:
         trainer.train(resume_from_checkpoint=None if folder is None else str(folder))
-    except OSError as error:
-        raise OSError(
-            f"cannot write to {out}: {error.strerror or error}; step-* checkpoints there are whole, "
-            "free some space and go on with --resume"
-        ) from error
-    finally:
-        if writer:
-            writer.close()
     return lines
 
 
