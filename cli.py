@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -19,6 +22,18 @@ class BadInput(click.ClickException):
     exit_code = 2
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without the cyclic collector: what an import makes stays, and it would look at all of that again and again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
 class Group(click.Group):
     """Loads a command by its name; bad input is one sentence and exit code 2, wherever it was found."""
 
@@ -30,7 +45,8 @@ class Group(click.Group):
         """The object of the command's name in the module of its name."""
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(import_module(f"klgrad.commands.{cmd_name}"), cmd_name)
+        with uncollected():
+            command: click.Command = getattr(import_module(f"klgrad.commands.{cmd_name}"), cmd_name)
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -55,5 +71,13 @@ def main() -> None:
     """
 
 
+def process() -> None:
+    """``main`` in a process of its own, which gives everything back at its end: what is left is not collected first."""
+    try:
+        main()
+    finally:
+        gc.freeze()
+
+
 if __name__ == "__main__":
-    main()
+    process()

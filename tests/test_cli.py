@@ -1,5 +1,6 @@
 """The command line: what it writes, what it prints, and what it says to bad input."""
 
+import gc
 import json
 import os
 import signal
@@ -251,6 +252,26 @@ def test_the_module_runs_as_a_script():
     done = subprocess.run([sys.executable, "-m", "klgrad.cli", "--help"], capture_output=True, text=True, check=True)
     assert "figure1" in done.stdout
     assert Path(cli.__file__).name == "cli.py"
+
+
+def test_a_process_ends_without_a_last_collection_and_keeps_its_exit_code(monkeypatch):
+    frozen = []
+    monkeypatch.setattr(cli.gc, "freeze", lambda: frozen.append(True))
+    monkeypatch.setattr(sys, "argv", ["klgrad", "exact", "k9-in-loss"])
+    with pytest.raises(SystemExit) as stopped:
+        cli.process()
+    assert (stopped.value.code, frozen) == (2, [True])
+
+
+def test_imports_leave_the_collector_as_it_was():
+    for on in (True, False):
+        (gc.enable if on else gc.disable)()
+        try:
+            with cli.uncollected():
+                assert not gc.isenabled()
+            assert gc.isenabled() == on
+        finally:
+            gc.enable()
 
 
 # ---------------------------------------------------------------------------------- faults that readers have found

@@ -92,7 +92,7 @@ def test_wheel_puts_nothing_generic_at_the_top(wheel):
 
 def test_wheel_has_the_command_and_the_licence(wheel):
     (info,) = wheel.glob("*.dist-info")
-    assert "klgrad = klgrad.cli:main" in (info / "entry_points.txt").read_text()
+    assert "klgrad = klgrad.cli:process" in (info / "entry_points.txt").read_text()
     assert (info / "licenses" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 
 
