@@ -4,13 +4,15 @@ Here a block's outcomes are whole paths; ``counts.py`` merges those that agree i
 was emitted and in the last context, so that hundreds of tokens are one draw.
 
 A draw looks 16 random bits up in a guide table; a bucket that straddles outcomes is resolved exactly with a
-further uniform. Shapes: S contexts, V tokens, E edges in use, O outcomes of a block.
+further uniform. Where only the number of times matters that each outcome comes, those are one multinomial draw.
+Shapes: S contexts, V tokens, E edges in use, O outcomes of a block.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,8 +23,10 @@ from klgrad.synth.policies import PolicyPair
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
+NEVER = 2.0**-64  # a probability that a cumulative sum in double precision cannot tell from 0
 _GUIDE_ENTRIES = 1 << 20
 _PATH_OUTCOMES = 1024
+_RARE = 0.125  # expected times
 
 
 class Block:
@@ -49,7 +53,8 @@ class Block:
         order: Float[np.ndarray, "O EE"] | None = None,
         edges: Int[np.ndarray, "O k"] | None = None,
     ) -> None:
-        self.successor, self.counts, self.order, self.edges = successor, counts, order, edges
+        self.origins, self.probability, self.successor = origins, probability, successor
+        self.counts, self.order, self.edges = counts, order, edges
         self.bits = int(np.clip(math.log2(_GUIDE_ENTRIES / origins), 4, 16))
         self.base = successor << self.bits  # where the successor's part of the guide starts
         last = np.append(np.flatnonzero(np.diff(origin)), len(origin) - 1)
@@ -60,9 +65,9 @@ class Block:
         mass[origin[last]] = total[last] - before[origin[last]]
         self.cumulative = origin + np.minimum((total - before[origin]) / mass[origin], 1.0)
         self.cumulative[last] = origin[last] + 1.0
-        self.guide = self._guide(origins << self.bits)
 
-    def _guide(self, entries: int) -> np.ndarray:
+    @cached_property
+    def guide(self) -> np.ndarray:
         """Bucket -> outcome where one outcome covers the bucket, else -1."""
         upper = self.cumulative * (1 << self.bits)  # exact: a power of two
         first, beyond = np.ceil(np.append(0.0, upper[:-1])).astype(int), np.floor(upper).astype(int)
@@ -70,7 +75,7 @@ class Block:
         bounds = np.column_stack([first[sure], beyond[sure]]).ravel()
         value = np.full(len(bounds) + 1, -1, np.int16 if len(upper) < 1 << 15 else np.int32)
         value[1::2] = sure
-        return np.repeat(value, np.diff(bounds, prepend=0, append=entries))
+        return np.repeat(value, np.diff(bounds, prepend=0, append=self.origins << self.bits))
 
     def draw(self, n: int, context: np.ndarray | int, rng: np.random.Generator) -> Int[np.ndarray, " n"]:
         """``[n]`` outcomes, given each sequence's offset into the guide (``base``), or the one they share."""
@@ -85,6 +90,29 @@ class Block:
             below = np.nextafter(origin + 1.0, 0.0)  # where the sum is rounded up, still this origin's last outcome
             outcome[unsure] = np.searchsorted(self.cumulative, np.minimum(origin + fine, below), side="right")
         return outcome
+
+    def common(self, size: int) -> Int[np.ndarray, " c"]:
+        """Outcomes that may well come among ``size`` draws, the likeliest first."""
+        likeliest = np.argsort(-self.probability, kind="stable")
+        return likeliest[: np.count_nonzero(self.probability * size >= _RARE)]
+
+    def tally(self, units: int, size: int, common: Int[np.ndarray, " c"], rng: np.random.Generator) -> np.ndarray:
+        """``[units, O]`` how often each outcome comes in ``size`` draws; of a block with one origin.
+
+        The common ones are binomials, each given those before it, and the others are drawn one by one: the probability
+        that is left never comes near 0, where rounding would decide.
+        """
+        rare = np.delete(np.arange(len(self.probability)), common)
+        below = np.cumsum(self.probability[rare])
+        total = below[-1] if rare.size else 0.0
+        drawn = rng.multinomial(size, np.append(total, self.probability[common]) / self.probability.sum(), units)
+        seen = np.zeros((units, len(self.probability)))
+        seen[:, common] = drawn[:, 1:]
+        if drawn[:, 0].any():
+            unit = np.arange(units).repeat(drawn[:, 0])
+            which = np.searchsorted(below, np.minimum(rng.random(unit.size) * total, np.nextafter(total, 0.0)), "right")
+            np.add.at(seen, (unit, rare[which]), 1.0)
+        return seen
 
 
 class Edges:
@@ -119,7 +147,7 @@ def _moves(automaton: Automaton, edges: Edges) -> np.ndarray:
 def path_blocks(
     pair: PolicyPair, edges: Edges, sizes: Sequence[int], origins: Int[np.ndarray, " S"], keep: str
 ) -> dict[int, Block]:
-    """Blocks of the given sizes from the given contexts, whose outcomes are whole paths.
+    """Blocks of the given sizes from the given contexts, whose outcomes are whole paths that can be drawn.
 
     Args:
         keep: what is kept of a path: its ``edges``, its ``counts``, or its counts and ``order``.
@@ -133,8 +161,10 @@ def path_blocks(
     for k in range(1, max(sizes) + 1):
         source, token = np.nonzero(moves[now])
         edge = edges.number[now[source], token].astype(np.int32)
-        path = np.column_stack([path[source], edge])
         probability = probability[source] * np.where(edge == E, 1.0, probs[now[source], token])
+        drawn = probability > NEVER / len(probability)  # the others' importance ratios can be infinite
+        source, token, edge, probability = source[drawn], token[drawn], edge[drawn], probability[drawn]
+        path = np.column_stack([path[source], edge])
         now, origin = automaton.next_context[now[source], token], origin[source]
         if k in wanted:
             parts: dict[str, np.ndarray] = {"edges": path}

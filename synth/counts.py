@@ -16,12 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from klgrad.synth.blocks import Block, Edges, largest_path_block, path_blocks, split
+from klgrad.synth.blocks import NEVER, Block, Edges, largest_path_block, path_blocks, split
 from klgrad.synth.policies import PolicyPair
 
 _CELLS = 1 << 15  # of the array that moves: it stays in cache
 _LONGEST = 512
-_NEVER = 2.0**-64
 
 
 class Counts:
@@ -62,7 +61,7 @@ class Counts:
         with np.errstate(divide="ignore", invalid="ignore"):
             rest = np.where(share < 1, (1 - share) * np.log((1 - share) / (1 - p)), 0.0)
             bound = -k * (share * np.log(share / p) + rest)
-        return ((bound > math.log(_NEVER)) | (share <= p)).sum(axis=1)
+        return ((bound > math.log(NEVER)) | (share <= p)).sum(axis=1)
 
     def largest(self, longest: int, origins: int) -> int:
         """The longest block that stays small, when made from so many contexts; 0 if even one token does not."""
@@ -129,7 +128,7 @@ class Counts:
 
     def _block(self, k: int, probability: np.ndarray, origins: np.ndarray) -> Block:
         """The outcomes that have a probability, with all their counts."""
-        at = np.nonzero(probability > _NEVER / probability.size)
+        at = np.nonzero(probability > NEVER / probability.size)
         origin, last, free = at[0], at[1], np.stack(at[2:], axis=1) if len(self.free) else np.zeros((len(at[0]), 0))
         flow = np.zeros((len(origin), self.automaton.contexts + 1))
         each = np.arange(len(origin))

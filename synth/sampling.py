@@ -35,6 +35,8 @@ MAX_EDGES = 16  # for count and order statistics
 _BATCH_TOKENS = 1 << 19
 _BATCH_SEQUENCES = 1 << 18
 _FEW = 4  # outcomes for each sequence of a unit, up to which they are counted
+_EXACT = 1 << 24  # whole numbers up to which float32, twice as quick as float64, is exact
+_MANY = 20  # sequences of a unit for each common outcome, from which a binomial for each of these is quicker
 _KEPT = {"counts": "counts", "ordered": "order", "paths": "edges"}  # of a path
 
 
@@ -150,9 +152,14 @@ class Sampler:
         """Draw ``units`` x ``size`` sequences of the length and reduce them, one ``Sums`` per configuration."""
         if self.name == "paths":
             return self._paths(length, units, size, rng)
-        draw = self._counts if self.name == "counts" else self._ordered
         most = max(1, _BATCH_SEQUENCES // units)  # large units come in parts, so memory does not grow with N
-        return _total(draw(length, units, min(most, size - first), rng) for first in range(0, size, most))
+        return _total(self._drawn(length, units, min(most, size - first), rng) for first in range(0, size, most))
+
+    def _drawn(self, length: int, units: int, size: int, rng: np.random.Generator) -> list[Sums]:
+        """As ``sums``, for what is drawn at once."""
+        if (seen := self._tally(length, units, size, rng)) is not None:
+            return self._from_tally(length, seen)
+        return (self._counts if self.name == "counts" else self._ordered)(length, units, size, rng)
 
     def outcomes(self, length: int, n: int, rng: np.random.Generator) -> Iterator[tuple[Block, np.ndarray]]:
         """Yield ``(block, outcome [n])`` for each block of n sequences of the length."""
@@ -187,11 +194,21 @@ class Sampler:
         linear = {key: (members, np.concatenate([maps[i] for i in members], axis=1)) for key, members in groups.items()}
         return np.stack([table.value for table in self.tables], axis=1), linear
 
+    def _tally(self, length: int, units: int, size: int, rng: np.random.Generator) -> np.ndarray | None:
+        """``[U, O]`` how often each outcome came in each unit, where whole sequences are one outcome each, of few."""
+        whole, *rest = self.plan[length]
+        if rest:
+            return None
+        if len(common := whole.common(size)) * _MANY <= size:
+            return whole.tally(units, size, common, rng)
+        if len(whole.successor) > _FEW * size:
+            return None
+        ((_, outcome),) = self.outcomes(length, units * size, rng)
+        return _seen(outcome, units, size, len(whole.successor)).astype(float)
+
     def _counts(self, length: int, units: int, size: int, rng: np.random.Generator) -> list[Sums]:
         (block, outcome), *more = self.outcomes(length, units * size, rng)
         assert block.counts is not None
-        if not more and len(block.counts) <= _FEW * size:
-            return self._from_outcomes(length, block.counts, outcome.reshape(units, size))
         n = block.counts.take(outcome, axis=0, mode="clip")
         drawn = np.empty_like(n) if more else n
         for block, outcome in more:
@@ -209,17 +226,18 @@ class Sampler:
             out[by_ratio, by_length] = weight
         return out
 
-    def _from_outcomes(self, length: int, n: np.ndarray, outcome: np.ndarray) -> list[Sums]:
-        """Whole sequences are one outcome each: how often each came is all that a unit's sums depend on."""
-        units, outcomes = len(outcome), len(n)
+    def _from_tally(self, length: int, seen: np.ndarray) -> list[Sums]:
+        """As ``_from_counts``, from how often each outcome came."""
+        whole = self.plan[length][0]
+        n = whole.counts
+        assert n is not None
         if length not in self.of_outcomes:
+            order = () if whole.order is None else (whole.order,)
             self.of_outcomes[length] = {
-                key: np.column_stack([w, (n[:, :, None] * w[:, None]).reshape(outcomes, -1)])
+                key: np.column_stack([w, (n[:, :, None] * w[:, None]).reshape(len(n), -1), *order])
                 for key, weight in self._weights(n).items()
                 for w in [n if weight is None else n * weight[:, None]]
             }
-        place = outcome + (np.arange(units) * outcomes)[:, None]
-        seen = np.bincount(place.ravel(), minlength=units * outcomes).reshape(units, outcomes).astype(float)
         return self._sums(seen @ n, {key: seen @ table for key, table in self.of_outcomes[length].items()})
 
     def _from_counts(self, n: np.ndarray, order: np.ndarray | None) -> list[Sums]:
@@ -249,21 +267,20 @@ class Sampler:
 
     def _ordered(self, length: int, units: int, size: int, rng: np.random.Generator) -> list[Sums]:
         E = len(self.edges)
-        n = np.zeros((units * size, E))
+        largest = size * length * -(-length // len(self.plan[length]))  # of what is summed below, over a block's tokens
+        number = np.float32 if largest <= _EXACT else np.float64
+        n = np.zeros((units * size, E), number)
         drawn = np.empty_like(n)
         order = np.zeros((units, E * E))
-        unit = np.repeat(np.arange(units), size)
         for block, outcome in self.outcomes(length, units * size, rng):
             assert block.counts is not None
             assert block.order is not None
-            outcomes = len(block.successor)
-            seen = np.bincount(unit * outcomes + outcome, minlength=units * outcomes).reshape(units, outcomes)
-            order += seen.astype(float) @ block.order
-            block.counts.take(outcome, axis=0, out=drawn, mode="clip")
+            order += _orders(block.order.astype(number, copy=False), outcome, units, size)
+            block.counts.astype(number, copy=False).take(outcome, axis=0, out=drawn, mode="clip")
             before = n.reshape(units, size, E).transpose(0, 2, 1)
             order += (before @ drawn.reshape(units, size, E)).reshape(units, E * E)
             n += drawn
-        return self._from_counts(n.reshape(units, size, E), order)
+        return self._from_counts(n.reshape(units, size, E).astype(float, copy=False), order)
 
     # -- paths: tokens of one batch, weighted by the formula, collected by unit and edge
 
@@ -281,6 +298,24 @@ class Sampler:
                 for whole, part in zip(total, batch.sums(table), strict=True):
                     whole[here] += part
         return totals
+
+
+def _seen(outcome: np.ndarray, units: int, size: int, outcomes: int) -> np.ndarray:
+    """``[U, O]`` how often each outcome came in each unit."""
+    place = outcome.reshape(units, size) + np.arange(0, units * outcomes, outcomes)[:, None]
+    return np.bincount(place.ravel(), minlength=units * outcomes).reshape(units, outcomes)
+
+
+def _orders(order: np.ndarray, outcome: np.ndarray, units: int, size: int) -> np.ndarray:
+    """``[U, E * E]`` sums over a unit's outcomes of the rows of ``order [O, E * E]``."""
+    outcomes, pairs = order.shape
+    if outcomes <= _FEW * size:
+        return _seen(outcome, units, size, outcomes).astype(order.dtype) @ order
+    step, found = max(1, _BATCH_TOKENS // (size * pairs)), np.empty((units, pairs), order.dtype)
+    for first in range(0, units, step):
+        each = order.take(outcome[first * size : (first + step) * size], axis=0)
+        each.reshape(-1, size, pairs).sum(axis=1, out=found[first : first + step])
+    return found
 
 
 class _Batch:

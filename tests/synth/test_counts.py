@@ -95,6 +95,47 @@ def test_draws_follow_the_probabilities(bits, monkeypatch):
     assert seen[~often].sum() < expected[~often].sum() + 5 * np.sqrt(expected[~often].sum()) + 5
 
 
+@pytest.mark.parametrize("size", [5, 300, 20_000])
+@pytest.mark.parametrize(("name", "length"), [("near", 30), ("far", 60)])
+def test_tallies_follow_the_multinomial_law(name, length, size):
+    """Chi-square of the totals, and of how units scatter about theirs: false alarm 1e-4 each. Rare ones included."""
+    from scipy.stats import chi2
+
+    pair, units = preset(name, length), 400
+    block = Counts(pair, edges_in_use(pair)).blocks([length], np.array([pair.automaton.start]))[length]
+    p, common = block.probability / block.probability.sum(), block.common(size)
+    assert len(common) < len(p)  # or no rare outcome is tested
+    assert p[common].tolist() == sorted(p[common], reverse=True)
+    assert np.delete(p, common).max() * size < 0.125 <= p[common].min() * size
+    seen = block.tally(units, size, common, np.random.Generator(np.random.SFC64(11)))
+    assert np.array_equal(seen.sum(axis=1), np.full(units, size))
+    expected, total = units * size * p, seen.sum(axis=0)
+    often = expected > 10
+    cells = np.append(total[often], total[~often].sum()), np.append(expected[often], expected[~often].sum())
+    assert ((cells[0] - cells[1]) ** 2 / cells[1]).sum() < chi2.isf(1e-4, often.sum())
+    few = np.delete(np.arange(len(p)), common)
+    came = seen[:, few].sum()
+    assert abs(came - expected[few].sum()) < 5 * np.sqrt(expected[few].sum()) + 1
+    likely = size * p > 10
+    if likely.any():
+        each = np.column_stack([seen[:, likely], size - seen[:, likely].sum(axis=1)])
+        mean = np.append(size * p[likely], size * p[~likely].sum())
+        scatter, freedom = ((each - mean) ** 2 / mean).sum(), units * likely.sum()
+        assert chi2.isf(1 - 1e-4, freedom) < scatter < chi2.isf(1e-4, freedom)
+
+
+def test_one_outcome_is_tallied_each_time():
+    """A policy that is certain of every token."""
+    automaton = markov(2, 1, start=(0,))
+    pair = PolicyPair(
+        automaton, tabular(automaton, np.array([[0.0, -800.0], [0.0, -800.0]])), log_softmax(np.zeros((2, 2)))
+    )
+    block = Counts(pair, edges_in_use(pair)).blocks([9], np.array([0]))[9]
+    seen = block.tally(3, 50, block.common(50), np.random.Generator(np.random.SFC64(1)))
+    assert seen.max(axis=1).tolist() == [50.0] * 3
+    assert seen.sum(axis=1).tolist() == [50.0] * 3
+
+
 def test_contexts_that_are_never_left_but_for_the_end_need_no_equations():
     """Two tokens that stay and none that ends: with an end there is no length to tell their counts by."""
     pair = PolicyPair(
