@@ -14,6 +14,9 @@ with ``index_select`` on 32-bit indices instead, whose backward pass was the qui
 
 from __future__ import annotations
 
+import uncollected  # noqa: F401
+
+# isort: split
 import argparse
 import json
 import time

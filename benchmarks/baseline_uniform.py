@@ -7,6 +7,9 @@ PCG64DXSM, no rounds as in Philox, no state of kilobytes as in MT19937). Prints 
 
 from __future__ import annotations
 
+import uncollected  # noqa: F401
+
+# isort: split
 import argparse
 import json
 import time

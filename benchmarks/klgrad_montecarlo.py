@@ -5,6 +5,9 @@ Options are read by hand: argparse and what it imports would be a twentieth of t
 
 from __future__ import annotations
 
+import uncollected  # noqa: F401
+
+# isort: split
 import json
 import sys
 import time
