@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from klgrad.analysis.store import load_block, save_block
 from klgrad.synth.configurations import Configuration
 from klgrad.synth.exact import check_lengths
 from klgrad.synth.policies import PolicyPair
@@ -324,6 +323,8 @@ def _path(folder: Path, block: Block) -> Path:
 
 def _load(folder: Path, block: Block) -> Drawn | None:
     """A finished block, or None where there is none that fits."""
+    from klgrad.analysis.store import load_block
+
     found = load_block(_path(folder, block), "gradients", "estimates")
     if found is None or any(array.shape[:1] != (block.trials,) for array in found):
         return None
@@ -332,4 +333,6 @@ def _load(folder: Path, block: Block) -> Drawn | None:
 
 
 def _save(folder: Path, block: Block, result: Drawn) -> None:
+    from klgrad.analysis.store import save_block
+
     save_block(_path(folder, block), gradients=result[0], estimates=result[1])

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 NEVER = 2.0**-64  # a probability that a cumulative sum in double precision cannot tell from 0
 _GUIDE_ENTRIES = 1 << 20
 _PATH_OUTCOMES = 1024
-_RARE = 0.125  # expected times
 
 
 class Block:
@@ -53,18 +52,24 @@ class Block:
         order: Float[np.ndarray, "O EE"] | None = None,
         edges: Int[np.ndarray, "O k"] | None = None,
     ) -> None:
-        self.origins, self.probability, self.successor = origins, probability, successor
+        self.origins, self.origin = origins, origin
+        self.probability, self.successor = probability, successor
         self.counts, self.order, self.edges = counts, order, edges
         self.bits = int(np.clip(math.log2(_GUIDE_ENTRIES / origins), 4, 16))
         self.base = successor << self.bits  # where the successor's part of the guide starts
+
+    @cached_property
+    def cumulative(self) -> np.ndarray:
+        """``[O]`` the origin's number plus the probability of its outcomes up to this one, as shares of theirs all."""
+        origin, total = self.origin, np.cumsum(self.probability)
         last = np.append(np.flatnonzero(np.diff(origin)), len(origin) - 1)
-        total = np.cumsum(probability)
-        before = np.zeros(origins)
+        before = np.zeros(self.origins)
         before[origin[last[1:]]] = total[last[:-1]]
-        mass = np.ones(origins)
+        mass = np.ones(self.origins)
         mass[origin[last]] = total[last] - before[origin[last]]
-        self.cumulative = origin + np.minimum((total - before[origin]) / mass[origin], 1.0)
-        self.cumulative[last] = origin[last] + 1.0
+        upper = origin + np.minimum((total - before[origin]) / mass[origin], 1.0)
+        upper[last] = origin[last] + 1.0
+        return upper
 
     @cached_property
     def guide(self) -> np.ndarray:
@@ -92,9 +97,9 @@ class Block:
         return outcome
 
     def common(self, size: int) -> Int[np.ndarray, " c"]:
-        """Outcomes that may well come among ``size`` draws, the likeliest first."""
+        """Outcomes that are expected at least once among ``size`` draws, the likeliest first."""
         likeliest = np.argsort(-self.probability, kind="stable")
-        return likeliest[: np.count_nonzero(self.probability * size >= _RARE)]
+        return likeliest[: np.count_nonzero(self.probability * size >= 1.0)]
 
     def tally(self, units: int, size: int, common: Int[np.ndarray, " c"], rng: np.random.Generator) -> np.ndarray:
         """``[units, O]`` how often each outcome comes in ``size`` draws; of a block with one origin.
@@ -105,7 +110,8 @@ class Block:
         rare = np.delete(np.arange(len(self.probability)), common)
         below = np.cumsum(self.probability[rare])
         total = below[-1] if rare.size else 0.0
-        drawn = rng.multinomial(size, np.append(total, self.probability[common]) / self.probability.sum(), units)
+        shares = np.append(total, self.probability[common])
+        drawn = rng.multinomial(size, shares / shares.sum(), units)
         seen = np.zeros((units, len(self.probability)))
         seen[:, common] = drawn[:, 1:]
         if drawn[:, 0].any():

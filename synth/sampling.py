@@ -36,7 +36,7 @@ _BATCH_TOKENS = 1 << 19
 _BATCH_SEQUENCES = 1 << 18
 _FEW = 4  # outcomes for each sequence of a unit, up to which they are counted
 _EXACT = 1 << 24  # whole numbers up to which float32, twice as quick as float64, is exact
-_MANY = 20  # sequences of a unit for each common outcome, from which a binomial for each of these is quicker
+_MANY = 28  # sequences of a unit for each common outcome, from which a binomial for each of these is quicker
 _KEPT = {"counts": "counts", "ordered": "order", "paths": "edges"}  # of a path
 
 
@@ -197,12 +197,10 @@ class Sampler:
     def _tally(self, length: int, units: int, size: int, rng: np.random.Generator) -> np.ndarray | None:
         """``[U, O]`` how often each outcome came in each unit, where whole sequences are one outcome each, of few."""
         whole, *rest = self.plan[length]
-        if rest:
+        if rest or len(whole.successor) > _FEW * size:
             return None
         if len(common := whole.common(size)) * _MANY <= size:
             return whole.tally(units, size, common, rng)
-        if len(whole.successor) > _FEW * size:
-            return None
         ((_, outcome),) = self.outcomes(length, units * size, rng)
         return _seen(outcome, units, size, len(whole.successor)).astype(float)
 
