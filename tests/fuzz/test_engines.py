@@ -95,15 +95,21 @@ def test_moments_agree_with_enumeration_on_extreme_models(world, configuration, 
     assert np.abs(m.mean[0] - plain.mean).max() <= 1e-7 * max(1.0, scale)
 
 
-@given(world=extreme_pairs(), configuration=configurations(baselines=BASELINES), data=st.data())
-def test_sampling_gives_numbers_or_says_overflow(world, configuration, data):
+@given(
+    world=extreme_pairs(),
+    asked=st.lists(configurations(baselines=BASELINES), min_size=1, max_size=3),
+    samples=st.sampled_from((4, 4, 64, 4096)),
+    data=st.data(),
+)
+def test_sampling_gives_numbers_or_says_overflow(world, asked, samples, data):
+    """Several configurations share a sampler; few sequences are drawn one by one, many of few outcomes tallied."""
     pair, longest = world
     further = (40, 600) if longest == max(LENGTHS) else ()  # tokens of a block, and more than a block holds
     some = st.sampled_from([*(n for n in LENGTHS if n <= longest), *further])
     lengths = sorted(data.draw(st.sets(some, min_size=1, max_size=3)))
-    drawn = simulate(pair, [configuration], lengths, trials=2, samples=4, seed=data.draw(st.integers(0, 3)))
+    drawn = simulate(pair, asked, lengths, trials=2, samples=samples, seed=data.draw(st.integers(0, 3)))
     for length, gradients, estimates in zip(lengths, drawn.gradients, drawn.estimates, strict=True):
-        assert gradients.shape == (2, 1, pair.policy.parameters)
+        assert gradients.shape == (2, len(asked), pair.policy.parameters)
         if log_size(pair, length) < 700:
             assert np.isfinite(gradients).all()
             assert np.isfinite(estimates).all()
