@@ -1,7 +1,7 @@
-"""Imported first by every side of a comparison: Python's cyclic collector then stays out of it.
+"""Imported first, it keeps Python's cyclic collector out of a short process.
 
-By default it looks at each object of numpy and torch many times while they are imported and again at the end, and finds
-nothing: a tenth or two of a process that takes 0.2 s.
+That looks at each object of numpy and torch many times while they are imported and again at the end, and finds
+nothing: a sixth of a process that takes 0.2 s, and 1 s of importing torch. ``klgrad`` the command does the same.
 """
 
 from __future__ import annotations
