@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from klgrad.synth.automata import markov
-from klgrad.synth.configurations import parse
+from klgrad.synth.configurations import Configuration, parse
 from klgrad.synth.enumeration import enumerate_configuration
 from klgrad.synth.moments import moments
 from klgrad.synth.policies import PolicyPair, linear, log_softmax, tabular
@@ -51,21 +51,25 @@ def exact(pair: PolicyPair, length: int) -> Callable[[], object]:
     return lambda: moments(pair, CONFIGURATIONS, [length])
 
 
-def drawn(pair: PolicyPair, names: list, length: int, sequences: int) -> Callable[[], object]:  # type: ignore[type-arg]
-    """Sequences drawn and reduced, in trials of a thousand."""
-    sampler, rng = Sampler(pair, names, [length]), np.random.Generator(np.random.SFC64(0))
-    return lambda: sampler.sums(length, sequences // 1000, 1000, rng)
+def drawn(
+    pair: PolicyPair, configurations: list[Configuration], length: int, trials: int, samples: int = 1_000
+) -> Callable[[], object]:
+    """Sequences drawn and reduced."""
+    sampler, rng = Sampler(pair, configurations, [length]), np.random.Generator(np.random.SFC64(0))
+    return lambda: sampler.sums(length, trials, samples, rng)
 
 
 GROWTHS = (
     Growth("exact, in T", 1, (10_000, 20_000, 40_000, 80_000), lambda T: exact(preset("far", T), T)),
     Growth("exact, tabular, in V", 4, (16, 24, 32), lambda V: exact(random_pair(V), 10)),
     Growth("exact, linear features, in d", 1, (256, 512, 1024), lambda d: exact(random_pair(4, d), 50)),
-    Growth("counts, in T", 0, (25, 50, 100, 200), lambda T: drawn(preset("far"), CONFIGURATIONS, T, 100_000)),
-    Growth("counts, in N", 1, (100_000, 200_000, 400_000), lambda N: drawn(preset("far"), CONFIGURATIONS, 100, N)),
-    Growth("paths, in T", 1, (50, 100, 200, 400), lambda T: drawn(preset("far"), PREFIX, T, 5_000)),
-    Growth("paths, in N", 1, (5_000, 10_000, 20_000), lambda N: drawn(preset("far"), PREFIX, 100, N)),
-    Growth("paths, in V", 0, (8, 16, 32), lambda V: drawn(random_pair(V, 8), CONFIGURATIONS, 100, 5_000)),
+    Growth("counts, in T", 0, (20, 40, 80, 160), lambda T: drawn(preset("near"), CONFIGURATIONS, T, 100)),
+    Growth("counts, in trials", 1, (100, 200, 400), lambda K: drawn(preset("near"), CONFIGURATIONS, 100, K)),
+    Growth("tallies, in T", 1, (25, 50, 100, 200), lambda T: drawn(preset("far"), CONFIGURATIONS, T, 10, 10**6)),
+    Growth("tallies, in N", 0, (10**5, 10**6, 10**7), lambda N: drawn(preset("far"), CONFIGURATIONS, 100, 10, N)),
+    Growth("paths, in T", 1, (50, 100, 200, 400), lambda T: drawn(preset("far"), PREFIX, T, 5)),
+    Growth("paths, in trials", 1, (5, 10, 20), lambda K: drawn(preset("far"), PREFIX, 100, K)),
+    Growth("paths, in V", 0, (8, 16, 32), lambda V: drawn(random_pair(V, 8), CONFIGURATIONS, 100, 5)),
 )  # fmt: skip
 ENUMERATED = (6, 8, 10)  # tokens: 2^T sequences
 

@@ -152,14 +152,13 @@ class Sampler:
         """Draw ``units`` x ``size`` sequences of the length and reduce them, one ``Sums`` per configuration."""
         if self.name == "paths":
             return self._paths(length, units, size, rng)
+        block, *more = self.plan[length]
+        few = not more and len(block.successor) <= _FEW * size  # whole sequences are one outcome each
+        if few and len(common := block.common(size)) * _MANY <= size:
+            return self._from_tally(length, block.tally(units, size, common, rng))
+        draw = self._tallied if few else self._counts if self.name == "counts" else self._ordered
         most = max(1, _BATCH_SEQUENCES // units)  # large units come in parts, so memory does not grow with N
-        return _total(self._drawn(length, units, min(most, size - first), rng) for first in range(0, size, most))
-
-    def _drawn(self, length: int, units: int, size: int, rng: np.random.Generator) -> list[Sums]:
-        """As ``sums``, for what is drawn at once."""
-        if (seen := self._tally(length, units, size, rng)) is not None:
-            return self._from_tally(length, seen)
-        return (self._counts if self.name == "counts" else self._ordered)(length, units, size, rng)
+        return _total(draw(length, units, min(most, size - first), rng) for first in range(0, size, most))
 
     def outcomes(self, length: int, n: int, rng: np.random.Generator) -> Iterator[tuple[Block, np.ndarray]]:
         """Yield ``(block, outcome [n])`` for each block of n sequences of the length."""
@@ -194,15 +193,9 @@ class Sampler:
         linear = {key: (members, np.concatenate([maps[i] for i in members], axis=1)) for key, members in groups.items()}
         return np.stack([table.value for table in self.tables], axis=1), linear
 
-    def _tally(self, length: int, units: int, size: int, rng: np.random.Generator) -> np.ndarray | None:
-        """``[U, O]`` how often each outcome came in each unit, where whole sequences are one outcome each, of few."""
-        whole, *rest = self.plan[length]
-        if rest or len(whole.successor) > _FEW * size:
-            return None
-        if len(common := whole.common(size)) * _MANY <= size:
-            return whole.tally(units, size, common, rng)
-        ((_, outcome),) = self.outcomes(length, units * size, rng)
-        return _seen(outcome, units, size, len(whole.successor)).astype(float)
+    def _tallied(self, length: int, units: int, size: int, rng: np.random.Generator) -> list[Sums]:
+        ((block, outcome),) = self.outcomes(length, units * size, rng)
+        return self._from_tally(length, _seen(outcome, units, size, len(block.successor)).astype(float))
 
     def _counts(self, length: int, units: int, size: int, rng: np.random.Generator) -> list[Sums]:
         (block, outcome), *more = self.outcomes(length, units * size, rng)
