@@ -20,7 +20,8 @@ import numpy as np
 from klgrad.synth.configurations import Configuration
 from klgrad.synth.exact import check_lengths
 from klgrad.synth.policies import PolicyPair
-from klgrad.synth.sampling import Sampler, Sums, estimates, sampler_name
+from klgrad.synth.sampling import Sampler, sampler_name
+from klgrad.synth.sums import Sums, estimates
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -24,7 +24,7 @@ from klgrad.synth.configurations import Configuration, credit_sums, importance_r
 from klgrad.synth.estimators import array_namespace
 from klgrad.synth.policies import PolicyPair
 from klgrad.synth.rows import edge_pathwise, edge_values
-from klgrad.synth.sampling import Sums
+from klgrad.synth.sums import Sums
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

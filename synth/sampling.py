@@ -8,28 +8,28 @@ Three samplers, one per request, chosen by what the configurations need:
 - ``ordered``: reward-to-go as well, which needs how often one token came before another; blocks of whole paths.
 - ``paths``: everything; tokens are kept for one batch and reduced.
 
-Sequences are drawn in the blocks of ``blocks.py``. Sums are kept per *unit* of consecutive sequences, the smallest
-leave-one-out group.
+Sequences are drawn in the blocks of ``blocks.py`` and ``counts.py``; many of few outcomes are not drawn at all, but how
+often each came. Sums are kept per *unit* of consecutive sequences, the smallest leave-one-out group.
 Shapes: E edges (context, token) in use, U units, d parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import reduce
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from klgrad.synth.blocks import Block, Edges, edges_in_use
-from klgrad.synth.configurations import Configuration, credit_sums, importance_ratios, loss_weights
+from klgrad.synth.batches import Batch
+from klgrad.synth.blocks import Block, edges_in_use
+from klgrad.synth.configurations import Configuration
 from klgrad.synth.counts import plan
 from klgrad.synth.memory import keep_freed_memory
 from klgrad.synth.policies import PolicyPair
-from klgrad.synth.rows import edge_pathwise, edge_values
+from klgrad.synth.sums import Sums, Tables, tables, total
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Int
 
 MAX_EDGES = 16  # for count and order statistics
 _BATCH_TOKENS = 1 << 19
@@ -38,26 +38,6 @@ _FEW = 4  # outcomes for each sequence of a unit, up to which they are counted
 _EXACT = 1 << 24  # whole numbers up to which float32, twice as quick as float64, is exact
 _MANY = 28  # sequences of a unit for each common outcome, from which a binomial for each of these is quicker
 _KEPT = {"counts": "counts", "ordered": "order", "paths": "edges"}  # of a path
-
-
-class Sums(NamedTuple):
-    """Sums over each unit's sequences, for one configuration at one length.
-
-    The N-sequence estimate is ``(x - b y) / N``, or leave-one-out from ``y``, ``cy`` and ``c``.
-
-    Args:
-        x: ``[U, d]`` gradients at b = 0.
-        y: ``[U, d]`` sum_t omega(t) p_t / D.
-        cy: ``[U, d]`` the same weighted with each sequence's C.
-        c: ``[U]`` C, the sum of values.
-        estimate: ``[U]`` the KL value estimates, sum_t lambda_t c_t / D.
-    """
-
-    x: Float[np.ndarray, "U d"]
-    y: Float[np.ndarray, "U d"]
-    cy: Float[np.ndarray, "U d"]
-    c: Float[np.ndarray, " U"]
-    estimate: Float[np.ndarray, " U"]
 
 
 def order_free(configuration: Configuration) -> bool:
@@ -80,33 +60,7 @@ def sampler_name(pair: PolicyPair, configurations: Sequence[Configuration]) -> s
     return "ordered" if all(order_free(c) or _order_linear(c) for c in configurations) else "paths"
 
 
-class _Tables(NamedTuple):
-    """A configuration's terms on the edges, ``[E]`` or ``[E, d]``.
-
-    ``score`` and ``pathwise`` carry a token ratio, ``plain_`` ones do not: paths weigh their own tokens.
-    """
-
-    configuration: Configuration
-    value: np.ndarray
-    score: np.ndarray
-    pathwise: np.ndarray
-    loss_weight: np.ndarray
-    plain_score: np.ndarray
-    plain_pathwise: np.ndarray
-
-
-def _tables(pair: PolicyPair, edges: Edges, configuration: Configuration) -> _Tables:
-    at = (edges.context, edges.token)
-    rho = pair.importance_ratio[at]
-    own = rho if configuration.ratio == "token" else np.ones_like(rho)
-    weight = np.ones_like(rho) if configuration.estimator.full else own
-    score = pair.policy.scores[at]
-    pathwise = edge_pathwise(pair, configuration)[at] if configuration.in_loss else np.zeros_like(score)
-    value = edge_values(pair, configuration)[at]
-    return _Tables(configuration, value, own[:, None] * score, weight[:, None] * pathwise, weight, score, pathwise)
-
-
-def _linear(table: _Tables, *, ordered: bool) -> np.ndarray:
+def _linear(table: Tables, *, ordered: bool) -> np.ndarray:
     """``[E + E^2 (+ E^2), 3d + 1]`` x, y, cy and the estimate as they follow from sums of n, n n^T and the order."""
     value, score, credit = table.value, table.score, table.configuration.credit
     E, d = score.shape
@@ -143,7 +97,7 @@ class Sampler:
         self.log_rho = (
             pair.policy.log_probs[at] - pair.sampler[at]
         )  # finite where the ratio itself is not: 0 x inf is NaN
-        self.tables = [_tables(pair, self.edges, configuration) for configuration in configurations]
+        self.tables = [tables(pair, self.edges, configuration) for configuration in configurations]
         if self.name != "paths":
             self.values, self.linear = self._reduction()
         self.plan = plan(pair, self.edges, lengths, keep=_KEPT[self.name])
@@ -158,7 +112,7 @@ class Sampler:
             return self._from_tally(length, block.tally(units, size, common, rng))
         draw = self._tallied if few else self._counts if self.name == "counts" else self._ordered
         most = max(1, _BATCH_SEQUENCES // units)  # large units come in parts, so memory does not grow with N
-        return _total(draw(length, units, min(most, size - first), rng) for first in range(0, size, most))
+        return total(draw(length, units, min(most, size - first), rng) for first in range(0, size, most))
 
     def outcomes(self, length: int, n: int, rng: np.random.Generator) -> Iterator[tuple[Block, np.ndarray]]:
         """Yield ``(block, outcome [n])`` for each block of n sequences of the length."""
@@ -284,9 +238,9 @@ class Sampler:
         for first in range(0, units * size, rows):
             unit = np.arange(first, min(first + rows, units * size)) // size
             here = slice(int(unit[0]), int(unit[-1]) + 1)
-            batch = _Batch(self.paths(length, len(unit), rng), unit - unit[0], E, self.log_rho)
-            for total, table in zip(totals, self.tables, strict=True):
-                for whole, part in zip(total, batch.sums(table), strict=True):
+            batch = Batch(self.paths(length, len(unit), rng), unit - unit[0], E, self.log_rho)
+            for sums, table in zip(totals, self.tables, strict=True):
+                for whole, part in zip(sums, batch.sums(table), strict=True):
                     whole[here] += part
         return totals
 
@@ -307,123 +261,3 @@ def _orders(order: np.ndarray, outcome: np.ndarray, units: int, size: int) -> np
         each = order.take(outcome[first * size : (first + step) * size], axis=0)
         each.reshape(-1, size, pairs).sum(axis=1, out=found[first : first + step])
     return found
-
-
-class _Batch:
-    """One batch of paths, reduced for one configuration after another; what they share is computed once.
-
-    Weights are ``[n, T]``, or ``[n, 1]`` where a sequence's tokens have the same.
-    """
-
-    def __init__(self, path: np.ndarray, unit: np.ndarray, edges: int, log_rho: np.ndarray) -> None:
-        self.path, self.unit, self.units, self.edges = path.astype(np.intp), unit, int(unit[-1]) + 1, edges
-        self.log_rho = np.append(log_rho, 0.0)
-        self.place = (self.path + (unit * (edges + 1))[:, None]).ravel()
-        self.one = np.ones((len(path), 1))
-        self.shared: dict[tuple[str, ...], Any] = {}
-
-    def once(self, key: tuple[str, ...], make: Callable[[], Any]) -> Any:
-        """The value under the key, made at its first use."""
-        if key not in self.shared:
-            self.shared[key] = make()
-        return self.shared[key]
-
-    def by_edge(self, weight: np.ndarray) -> np.ndarray:
-        """``[U, E]`` sum of each token's weight, by unit and edge."""
-        each = None if weight is self.one else np.broadcast_to(weight, self.path.shape).ravel()
-        found = np.bincount(self.place, each, self.units * (self.edges + 1))
-        return found.reshape(self.units, -1)[:, : self.edges].astype(float, copy=False)
-
-    def ratios(self, ratio: str) -> tuple[np.ndarray, np.ndarray]:
-        """As ``importance_ratios``."""
-        if ratio == "none":
-            return self.one, self.one
-        log_rho = self.log_rho.take(self.path)
-        if ratio == "sequence":
-            whole = np.exp(log_rho.sum(axis=1, keepdims=True))
-            return whole, whole
-        own, before = importance_ratios(ratio, log_rho, np)
-        return own, self.one if ratio == "token" else before
-
-    def sums(self, table: _Tables) -> Sums:
-        """The configuration's sums over this batch."""
-        configuration, ratio, once = table.configuration, table.configuration.ratio, self.once
-        key = (str(configuration.estimator), str(configuration.rollout_value))
-        shared = (ratio, configuration.aggregation)
-        value = once(("value", *key), lambda: np.append(table.value, 0.0).take(self.path))
-        c = once(("c", *key), lambda: value.sum(axis=1, keepdims=True))
-        own, before = once(("ratio", ratio), lambda: self.ratios(ratio))
-        per_token = configuration.aggregation == "length-mean"
-        length = once(("length",), lambda: (self.path < self.edges).sum(axis=1, keepdims=True)) if per_token else None
-
-        def collect(weight: np.ndarray, terms: np.ndarray) -> np.ndarray:
-            return self.by_edge(weight if length is None else weight / length) @ terms
-
-        def credit() -> np.ndarray:
-            if configuration.credit == "whole" and ratio != "prefix":
-                return own * c
-            inside = before if configuration.estimator.full and ratio == "prefix" else own
-            return credit_sums(configuration, value, own, inside, np)
-
-        weight = loss_weights(configuration, own, before)
-        kind = "own" if weight is own else "before"
-        y = once(("y", *shared), lambda: collect(own, table.plain_score))
-        loo = configuration.baseline == "loo"
-        cy = once(("cy", *shared, *key), lambda: collect(c * own, table.plain_score)) if loo else np.zeros_like(y)
-        parts = []
-        if configuration.in_reward:
-            reward = ("reward", configuration.credit, *shared, *key)
-            parts.append(once(reward, lambda: collect(credit(), table.plain_score)))
-        if configuration.in_loss:
-            parts.append(once(("loss", kind, *shared, *key), lambda: collect(weight, table.plain_pathwise)))
-        estimate = once(("estimate", kind, *shared, *key), lambda: self._estimate(weight, value, c, length))
-        return _scaled(Sums(sum(parts), y, cy, self._by_unit(c[:, 0]), self._by_unit(estimate)), configuration)
-
-    @staticmethod
-    def _estimate(weight: np.ndarray, value: np.ndarray, c: np.ndarray, length: np.ndarray | None) -> np.ndarray:
-        """``[n]`` sum of weighted values."""
-        total = weight * c if weight.shape[1] == 1 else (weight * value).sum(axis=1, keepdims=True)
-        return (total if length is None else total / length)[:, 0]
-
-    def _by_unit(self, each: np.ndarray) -> np.ndarray:
-        return np.bincount(self.unit, each, self.units)
-
-
-def _total(parts: Iterable[list[Sums]]) -> list[Sums]:
-    """Sums over batches, configuration by configuration; one batch is held at a time."""
-    return reduce(lambda a, b: [_plus(x, y) for x, y in zip(a, b, strict=True)], parts)
-
-
-def _scaled(sums: Sums, configuration: Configuration) -> Sums:
-    if configuration.divisor == 1.0:
-        return sums
-    D = configuration.divisor
-    return sums._replace(x=sums.x / D, y=sums.y / D, cy=sums.cy / D, estimate=sums.estimate / D)
-
-
-def _plus(a: Sums, b: Sums) -> Sums:
-    return Sums(a.x + b.x, a.y + b.y, a.cy + b.cy, a.c + b.c, a.estimate + b.estimate)
-
-
-def estimates(
-    configuration: Configuration, sums: Sums, trials: int, samples: int, baseline: Float[np.ndarray, " d"]
-) -> tuple[Float[np.ndarray, "trials d"], Float[np.ndarray, " trials"]]:
-    """``[trials, d]`` gradient and ``[trials]`` KL value estimates of ``samples`` sequences each.
-
-    Args:
-        sums: one row per unit; units of a trial, and of a leave-one-out group, follow each other.
-        baseline: ``[d]`` the constant b of other baselines.
-    """
-    value = sums.estimate.reshape(trials, -1).sum(axis=1) / samples
-    x = sums.x.reshape(trials, -1, sums.x.shape[1]).sum(axis=1)
-    if configuration.baseline == "none":
-        return x / samples, value
-    if configuration.baseline != "loo":
-        y = sums.y.reshape(trials, -1, x.shape[1]).sum(axis=1)
-        return (x - baseline * y) / samples, value
-    group = configuration.group(samples)
-    groups = trials * (samples // group)
-    y, cy = (a.reshape(groups, -1, x.shape[1]).sum(axis=1) for a in (sums.y, sums.cy))
-    c = sums.c.reshape(groups, -1).sum(axis=1)[:, None]
-    others = ((c * y - cy) / (group - 1)).reshape(trials, -1, x.shape[1]).sum(axis=1)
-    return (x - others) / samples, value
