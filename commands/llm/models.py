@@ -86,7 +86,7 @@ def evaluate(
         [
             r["model"],
             r["task"],
-            f"{r['mean']:.3f} +- {r['error']:.3f}",
+            f"{r['mean']:.3f}" + ("" if r["error"] is None else f" +- {r['error']:.3f}"),
             f"{r['greedy']:.3f}",
             *(number(r[k]) for k in extra),
         ]
@@ -94,6 +94,6 @@ def evaluate(
     ]
     head = ["model", "task", f"mean@{samples}", "pass@1", *(name.replace("_", " ") for name in extra)]
     most = problems if all(r["problems"] == problems for r in rows) else f"up to {problems}"  # data can be fewer
-    table(f"{most} problems a task; nats", head, cells, left=2)
+    table(f"{most} problem{'s' * (problems > 1)} a task; nats", head, cells, left=2)
     if failed := sum(r["unjudged"] for r in rows):
         click.echo(f"{failed} answers or problems failed in isolation and count 0; --json has them by task")

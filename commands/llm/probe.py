@@ -23,7 +23,7 @@ _KINDS = ("png", "pdf", "csv", "json")
     help="Folder or hub name. Default: the base of a LoRA adapter; else the policy with noise on its weights.",
 )  # fmt: skip
 @click.option(
-    "--perturb", type=click.FloatRange(min=0, min_open=True), default=0.1, show_default=True,
+    "--perturb", type=click.FloatRange(min=0, min_open=True), show_default="0.1",
     help="That noise, in standard deviations of each weight.",
 )  # fmt: skip
 @click.option("--task", default="countdown", show_default=True, help="Where prompts come from.")
@@ -46,8 +46,8 @@ _KINDS = ("png", "pdf", "csv", "json")
 @json_option
 @quiet_option
 def probe(
-    policy: str, reference: str | None, perturb: float, task: str, prompts: int, lengths: list[int], samples: int,
-    trials: int, parameters: str, dtype: str, configs: tuple[str, ...], seed: int, device: str, out: Path,
+    policy: str, reference: str | None, perturb: float | None, task: str, prompts: int, lengths: list[int],
+    samples: int, trials: int, parameters: str, dtype: str, configs: tuple[str, ...], seed: int, device: str, out: Path,
     as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Bias and variance of each configuration's KL gradient on a language model, by response length.
@@ -62,6 +62,8 @@ def probe(
     from klgrad.harness.tasks import encoded, take
     from klgrad.harness.tasks import task as named
 
+    if reference and perturb is not None:
+        raise ValueError(f"--perturb {perturb:g} makes a reference of the policy, and --reference names one: give one")
     configurations = configurations_of(configs, [], quiet)
     posed = take(named(task).problems("test", seed), prompts)
     with held(out):
@@ -69,9 +71,16 @@ def probe(
         other: models.LanguageModel
         if reference:
             other = models.load_reference(reference, model, tokenizer, dtype=dtype, device=device)
+            origin = reference
+        elif model.adapted and perturb is None:
+            other, origin = models.own_reference(model), "the adapter's base"
+        elif model.adapted:
+            raise ValueError(
+                f"--perturb {perturb:g}: {policy} is a LoRA adapter, whose reference is its base; leave it out"
+            )
         else:
-            other = models.own_reference(model) if model.adapted else models.perturbed(model, perturb, seed)
-        noise = "the adapter's base" if model.adapted else f"the policy with noise of {perturb:g}"
+            noise = 0.1 if perturb is None else perturb
+            other, origin = models.perturbed(model, noise, seed), f"the policy with noise of {noise:g}"
         setting = engine.Setting(
             model, other, [encoded(tokenizer, problem) for problem in posed], tokenizer.eos_token_id,
             pad=tokenizer.pad_token_id, lengths=lengths, samples=samples, parameters=parameters,
@@ -81,7 +90,7 @@ def probe(
             frame = engine.probe(setting, configurations, trials=trials, seed=seed, name=name, progress=progress)
         save_figure(figure1(frame), out / "probe")
         request = {
-            "policy": policy, "reference": reference or noise, "task": task,
+            "policy": policy, "reference": origin, "task": task,
             "prompts": prompts, "samples": samples, "trials": trials, "lengths": lengths, "parameters": parameters,
             "dtype": dtype, "configurations": [str(c) for c in configurations], "seed": seed, "device": device,
             "peak_memory_mib": _peak(device),

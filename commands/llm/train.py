@@ -69,9 +69,15 @@ def train(
     run = _backend(backend, options, lora)
     first = os.environ.get("RANK", "0") == "0"  # of several processes, the first one speaks and holds the folder
     quiet = quiet or not first
+    trained = []
     with held(out if first else None), _patience() as stop, Progress(recipe, quiet) as progress:
+
+        def advance(done: int, total: int) -> None:
+            trained.append(done)
+            progress(done, total)
+
         try:
-            lines = run(given, out, resume=resume, tensorboard=tensorboard, progress=progress, stop=stop)
+            lines = run(given, out, resume=resume, tensorboard=tensorboard, progress=advance, stop=stop)
         except Stopped as stopped:
             raise click.ClickException(str(stopped)) from None
     if lines and lines[-1]["step"] < given.steps:
@@ -81,9 +87,9 @@ def train(
     if not quiet and lines:
         last = lines[-1]
         parts = [f"{name} {number(last[name])}" for name in ("reward", "kl", "entropy") if last.get(name) is not None]
-        click.echo(
-            f"round {last['step']}: {', '.join(parts)}\nwrote {out / 'metrics.jsonl'} and {out}/step-{last['step']}"
-        )
+        files = f"{out / 'metrics.jsonl'} and {out}/step-{last['step']}"
+        ending = f"wrote {files}" if trained else f"nothing was left to train: {files} are as they were"
+        click.echo(f"round {last['step']}: {', '.join(parts)}\n{ending}")
 
 
 def _backend(name: str, options: tuple[str, ...], lora: int | None) -> Callable[..., list[dict[str, Any]]]:

@@ -71,6 +71,12 @@ def test_train_evaluate_and_go_on(model, tmp_path):
     again = run("train", "tiny-rloo", "--set", f"model={model}", *SMALL, "--set", "steps=3", "--resume", "--out", out)
     assert again.exit_code == 0, again.output
     assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    before = (out / "metrics.jsonl").read_bytes()
+    done = run("train", "tiny-rloo", "--set", f"model={model}", *SMALL, "--set", "steps=3", "--resume", "--out", out)
+    assert done.exit_code == 0, done.output
+    assert "nothing was left to train" in done.output
+    assert "wrote" not in done.output
+    assert (out / "metrics.jsonl").read_bytes() == before
     scores = run(
         "evaluate",
         out / "step-3",
@@ -88,6 +94,14 @@ def test_train_evaluate_and_go_on(model, tmp_path):
     assert row["kl"] >= 0
     assert row["entropy"] > 0
     assert 0 <= row["mean"] <= 1
+
+
+def test_one_problem_has_no_standard_error(model):
+    one = ("evaluate", model, "--task", "sort", "--problems", "1", "--samples", "2")
+    done = run(*one)
+    assert (done.exit_code, "+-" in done.output, "nan" in done.output) == (0, False, False), done.output
+    assert json.loads(run(*one, "--json").output)[0]["error"] is None
+    assert "+-" in run("evaluate", model, "--task", "sort", "--problems", "2", "--samples", "2").output
 
 
 def test_what_cannot_be_evaluated_is_said_before_any_answer(model, monkeypatch):
@@ -148,6 +162,13 @@ BAD = {
     ("train", "tiny-rloo", "--set", "evaluate_problems=0"): "evaluate_problems = 0 must be 1 or more",
     ("train", "tiny-rloo", "--set", "device=gpu"): "unknown device 'gpu': cpu, cuda, or cuda:N",
     ("train", "tiny-rloo", "--backend", "trl", "--set", "device=gpu"): "unknown device 'gpu': cpu, cuda, or cuda:N",
+    (
+        "probe",
+        "--reference",
+        "other",
+        "--perturb",
+        "0.2",
+    ): "--perturb 0.2 makes a reference of the policy, and --reference",
     ("probe", "--device", "gpu"): "unknown device 'gpu': cpu, cuda, or cuda:N",
     ("evaluate", "nowhere", "--device", "gpu"): "unknown device 'gpu': cpu, cuda, or cuda:N",
     ("plan", "none.toml"): "does not exist",

@@ -196,15 +196,24 @@ def test_tensorboard_is_written(recipe, tmp_path):
     assert list(tmp_path.glob("events.out.tfevents.*"))
 
 
-def test_data_that_runs_out_is_said(recipe, tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "from klgrad.harness.tasks import Problem\n"
-        "class Few:\n"
-        "    def problems(self, split, seed):\n        yield from [Problem('s1=', '1')] * 5\n"
-        "    def reward(self, problem, response):\n        return 1.0\n"
-    )
-    with pytest.raises(ValueError, match="only 1 problems left: batch = 4 needs more data"):
-        t.train(recipe(tasks=(f"{tmp_path / 'mine.py'}:Few",)), tmp_path / "out")
+def test_data_that_runs_out_is_said_and_what_was_trained_is_saved(recipe, tmp_path):
+    def few(problems):
+        (tmp_path / "mine.py").write_text(
+            "from klgrad.harness.tasks import Problem\n"
+            "class Few:\n"
+            f"    def problems(self, split, seed):\n        yield from [Problem('s1=', '1')] * {problems}\n"
+            "    def reward(self, problem, response):\n        return 1.0\n"
+        )
+        return recipe(tasks=(f"{tmp_path / 'mine.py'}:Few",), checkpoint_every=0)
+
+    with pytest.raises(ValueError, match="only 1 problems left: batch = 4 needs more data; round 1 is saved in"):
+        t.train(few(5), tmp_path / "out")
+    with pytest.raises(ValueError, match=r"only 3 problems left: batch = 4 needs more data$"):
+        t.train(few(3), tmp_path / "none")
+    assert not list((tmp_path / "none").glob("step-*"))
+    with pytest.raises(ValueError, match="only 1 problems left"):  # with the same data, the same
+        t.train(few(5), tmp_path / "out", resume=True)
+    assert len(t.train(few(16), tmp_path / "out", resume=True)) == 4
 
 
 @pytest.mark.parametrize("limit", [20_000, 90_000])
