@@ -36,7 +36,7 @@ def array_namespace(x: Array) -> Any:
     return array_namespace(x)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Estimator:
     """One KL estimator with its arguments bound.
 
