@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from click.testing import CliRunner
+from interrupts import heed_interrupts
 
 from klgrad import cli
 from klgrad.analysis.results import COLUMNS
@@ -225,7 +226,7 @@ def test_an_interrupted_figure_leaves_blocks_and_no_half_written_file(tmp_path):
         "1",
     ]
     command += ["--config", "k1-in-reward+rtg+prefix-ratio", "--preset", "near"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ, preexec_fn=heed_interrupts)
     store = tmp_path / STORE
     deadline = time.monotonic() + 60
     while not list(store.rglob("*.npz")) and time.monotonic() < deadline:

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from click.testing import CliRunner
+from interrupts import heed_interrupts
 
 from klgrad import cli
 from klgrad.analysis.dynamics.runs import COLUMNS
@@ -102,7 +103,8 @@ def test_an_interrupted_study_goes_on(tmp_path):
     arguments = ["dynamics", "--task", "pattern", "--steps", "150", "--seeds", "30", "--workers", "1", "--every", "50"]
     arguments += ["--out", str(tmp_path / "out"), "--config", "k1-in-reward", "--config", "k3-in-loss"]
     command = [sys.executable, "-m", "klgrad.cli", *arguments]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stderr=pipe, stdout=pipe, text=True, preexec_fn=heed_interrupts)
     store = tmp_path / "out" / STORE
     for _ in range(600):
         if list(store.glob("*/block-*.npz")) or process.poll() is not None:
