@@ -114,10 +114,9 @@ class Block:
         drawn = rng.multinomial(size, shares / shares.sum(), units)
         seen = np.zeros((units, len(self.probability)))
         seen[:, common] = drawn[:, 1:]
-        if drawn[:, 0].any():
-            unit = np.arange(units).repeat(drawn[:, 0])
-            which = np.searchsorted(below, np.minimum(rng.random(unit.size) * total, np.nextafter(total, 0.0)), "right")
-            np.add.at(seen, (unit, rare[which]), 1.0)
+        unit = np.arange(units).repeat(drawn[:, 0])
+        which = np.searchsorted(below, np.minimum(rng.random(unit.size) * total, np.nextafter(total, 0.0)), "right")
+        np.add.at(seen, (unit, rare[which]), 1.0)
         return seen
 
 

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from strategies import worlds
 
+from klgrad.synth import enumeration
 from klgrad.synth.automata import Automaton, markov
-from klgrad.synth.blocks import edges_in_use, path_blocks
+from klgrad.synth.blocks import Block, edges_in_use, path_blocks
 from klgrad.synth.counts import Counts
 from klgrad.synth.policies import PolicyPair, log_softmax, tabular
 from klgrad.synth.presets import preset
@@ -134,6 +135,80 @@ def test_one_outcome_is_tallied_each_time():
     seen = block.tally(3, 50, block.common(50), np.random.Generator(np.random.SFC64(1)))
     assert seen.max(axis=1).tolist() == [50.0] * 3
     assert seen.sum(axis=1).tolist() == [50.0] * 3
+
+
+@pytest.mark.parametrize("bits", [6, 16])
+def test_draws_from_any_context_follow_its_probabilities(bits, monkeypatch):
+    """Chi-square over 100,000 draws from each context at 1e-4; at 6 bits nearly all are resolved finely."""
+    from scipy.stats import chi2
+
+    monkeypatch.setattr("klgrad.synth.blocks._GUIDE_ENTRIES", 2 << bits)
+    pair = preset("near", 12)
+    block = Counts(pair, edges_in_use(pair)).blocks([12], np.arange(2))[12]
+    assert block.bits == bits
+    assert bits < 16 or (block.guide >= 0).mean() > 0.98  # or the guide is of no use
+    rng = np.random.Generator(np.random.SFC64(6))
+    for context in range(2):
+        here = block.origin == context
+        expected = 100_000 * np.where(here, block.probability, 0.0)
+        together = rng.permutation(np.repeat([0, 1], 100_000)) << block.bits
+        for drawn in (
+            block.draw(100_000, context << bits, rng),
+            block.draw(200_000, together, rng)[together == context << bits],
+        ):
+            seen = np.bincount(drawn, minlength=len(expected))
+            assert seen[~here].sum() == 0
+            often = expected > 10
+            assert ((seen[often] - expected[often]) ** 2 / expected[often]).sum() < chi2.isf(1e-4, often.sum())
+
+
+def test_more_outcomes_than_sixteen_bits_number_are_drawn():
+    """Forty contexts of 1,024 paths each, of even chances: every quarter of the outcomes gets its share."""
+    automaton = markov(40, 1, start=(0,))
+    logits = np.full((40, 40), -800.0)
+    logits[np.arange(40), np.arange(1, 41) % 40] = logits[np.arange(40), np.arange(7, 47) % 40] = 0.0
+    pair = PolicyPair(automaton, tabular(automaton, logits), log_softmax(np.zeros((40, 40))))
+    block = path_blocks(pair, edges_in_use(pair), [10], np.arange(40), "edges")[10]
+    assert len(block.successor) == 40 << 10
+    context = np.repeat(np.arange(40), 2_000)
+    drawn = block.draw(len(context), context << block.bits, np.random.Generator(np.random.SFC64(3)))
+    assert np.array_equal(block.origin[drawn], context)
+    quarter = np.bincount(drawn % 1024 // 256, minlength=4)
+    assert np.abs(quarter - 20_000).max() < 5 * np.sqrt(20_000 * 0.75)
+
+
+def test_the_largest_random_number_is_tallied_as_the_last_rare_outcome():
+    """Times the rare outcomes' share it can be rounded to the share itself, beyond the last of them."""
+
+    class Largest:
+        def multinomial(self, size, shares, units):
+            return np.array([[size, *[0] * (len(shares) - 1)]] * units)
+
+        def random(self, n):
+            return np.full(n, 1 - 2.0**-53)
+
+    for third in np.linspace(0.05, 0.09, 41):
+        block = Block(1, np.zeros(4, int), np.array([0.6, 0.07, third, 1 - 0.67 - third]), np.zeros(4, int))
+        seen = block.tally(2, 5, block.common(5), Largest())
+        assert seen.tolist() == [[0, 0, 5, 0]] * 2
+
+
+@pytest.mark.parametrize(("automaton", "logits"), [
+    (Automaton(np.array([[0, 0], [0, 1]]), start=1, end=0), [[0.0, 0.0], [0.4, 0.0]]),  # context 0 is the end
+    (markov(2, 1, start=(0,)), [[0.3, 0.0], [-np.inf, 0.0]]),  # no end, and the last context cannot emit token 0
+])  # fmt: skip
+def test_padding_comes_after_an_end_and_nowhere_else(automaton, logits):
+    policy = tabular(automaton, np.where(np.isfinite(logits), logits, -800.0))
+    pair = PolicyPair(automaton, policy, log_softmax(np.zeros((2, 2))))
+    edges = edges_in_use(pair)
+    block = path_blocks(pair, edges, [3], np.array([automaton.start]), "edges")[3]
+    every = enumeration.sequences(automaton, 3)
+    chance = np.exp(enumeration.log_probability(every, policy.log_probs))
+    number = np.where(every.mask, edges.number[every.contexts, every.tokens], len(edges))
+    expected = {tuple(row): p for row, p in zip(number.tolist(), chance, strict=True) if p > 1e-30}
+    assert {tuple(row): p for row, p in zip(block.edges.tolist(), block.probability, strict=True)} == pytest.approx(
+        expected
+    )
 
 
 def test_contexts_that_are_never_left_but_for_the_end_need_no_equations():
