@@ -115,7 +115,7 @@ class Block:
         seen = np.zeros((units, len(self.probability)))
         seen[:, common] = drawn[:, 1:]
         unit = np.arange(units).repeat(drawn[:, 0])
-        which = np.searchsorted(below, np.minimum(rng.random(unit.size) * total, np.nextafter(total, 0.0)), "right")
+        which = np.searchsorted(below, rng.random(unit.size) * total, "right")  # the product is less than total
         np.add.at(seen, (unit, rare[which]), 1.0)
         return seen
 
