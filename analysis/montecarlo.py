@@ -82,7 +82,7 @@ class Task(NamedTuple):
     def drawer(self) -> Callable[[Block], Drawn]:
         """The function that draws a block; its tables are made here, once."""
         configurations, samples = self.configurations, self.samples
-        units = math.gcd(samples, *(c.group(samples) for c in configurations if c.baseline == "loo"))
+        units = _unit(configurations, samples)
         draw_sums, generator = self._engine()
 
         def draw(block: Block) -> Drawn:
@@ -108,6 +108,11 @@ class Task(NamedTuple):
                 return there.sums, there.generator
             here = Sampler(self.pair, self.configurations, self.lengths)
         return here.sums, lambda stream: np.random.Generator(np.random.SFC64(stream))
+
+
+def _unit(configurations: Sequence[Configuration], samples: int) -> int:
+    """Sequences whose sums are kept: what divides every leave-one-out group."""
+    return math.gcd(samples, *(c.group(samples) for c in configurations if c.baseline == "loo"))
 
 
 def blocks(lengths: Sequence[int], trials: int, samples: int) -> list[Block]:
@@ -232,6 +237,13 @@ def simulate(
         )
     for configuration in configurations:
         configuration.group(samples)
+    unit = _unit(configurations, samples)
+    sums = samples // unit * len(configurations) * (3 * pair.policy.parameters + 2)
+    if sums > _MOST_ENTRIES:
+        raise ValueError(
+            f"samples = {samples:.3g} in leave-one-out groups of {unit} are {sums:.3g} sums a trial, which do not fit "
+            f"(at most {_MOST_ENTRIES:.3g}): take fewer samples, or larger groups"
+        )
     task = Task(
         pair, tuple(configurations), tuple(wanted.tolist()), samples, seed,
         _baselines(pair, configurations, wanted), device,

@@ -26,7 +26,7 @@ from klgrad.synth.configurations import Configuration
 from klgrad.synth.counts import plan
 from klgrad.synth.memory import keep_freed_memory
 from klgrad.synth.policies import PolicyPair
-from klgrad.synth.sums import Sums, Tables, tables, total
+from klgrad.synth.sums import Sums, Tables, joined, tables, total
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -106,6 +106,11 @@ class Sampler:
         """Draw ``units`` x ``size`` sequences of the length and reduce them, one ``Sums`` per configuration."""
         if self.name == "paths":
             return self._paths(length, units, size, rng)
+        step = max(1, _BATCH_SEQUENCES // size)  # units at once, so memory does not grow with their number
+        return joined([self._drawn(length, min(step, units - first), size, rng) for first in range(0, units, step)])
+
+    def _drawn(self, length: int, units: int, size: int, rng: np.random.Generator) -> list[Sums]:
+        """As ``sums``, for as many units as are drawn at once."""
         block, *more = self.plan[length]
         few = not more and len(block.successor) <= _FEW * size  # whole sequences are one outcome each
         if few and len(common := block.common(size)) * _MANY <= size:

@@ -81,6 +81,13 @@ def total(parts: Iterable[list[Sums]]) -> list[Sums]:
     return reduce(lambda a, b: [_plus(x, y) for x, y in zip(a, b, strict=True)], parts)
 
 
+def joined(parts: list[list[Sums]]) -> list[Sums]:
+    """Units after units, configuration by configuration."""
+    if len(parts) == 1:
+        return parts[0]
+    return [Sums(*map(np.concatenate, zip(*each, strict=True))) for each in zip(*parts, strict=True)]
+
+
 def _plus(a: Sums, b: Sums) -> Sums:
     return Sums(a.x + b.x, a.y + b.y, a.cy + b.cy, a.c + b.c, a.estimate + b.estimate)
 

@@ -272,6 +272,25 @@ def test_more_estimates_than_fit_are_refused():
         simulate(preset("near"), [parse("k1-in-reward")], [4], trials=10**9)
 
 
+def test_more_groups_than_fit_are_refused():
+    with pytest.raises(ValueError, match=r"samples = 1e\+09 in leave-one-out groups of 4 are 3.5e\+09 sums"):
+        simulate(preset("near"), [parse("k1-in-reward+loo=4")], [4], trials=2, samples=10**9)
+
+
+@pytest.mark.parametrize("names", [["k1-in-reward+loo=10"], ["k1-in-reward+rtg+loo=10"]])
+@pytest.mark.parametrize("length", [3, 25])
+def test_units_come_in_parts_too(names, length, monkeypatch):
+    """Leave-one-out groups are drawn a few at a time; memory does not grow with their number. |z| < 4.5."""
+    sizes = []
+    real = sampling.Sampler._drawn
+    monkeypatch.setattr(sampling, "_BATCH_SEQUENCES", 64)
+    monkeypatch.setattr(sampling.Sampler, "_drawn", lambda self, *a: sizes.append(a[1:3]) or real(self, *a))
+    for configuration, z, ratio in z_scores(preset("far"), names, length):
+        assert np.abs(z).max() < 4.5, configuration
+        assert 0.6 < ratio < 1.6, configuration
+    assert set(sizes) == {(6, 10)}
+
+
 @pytest.mark.parametrize("names", [["k1-in-reward+loo"], ["k1-in-reward+rtg+loo"]])
 def test_large_samples_come_in_parts(monkeypatch, names):
     """Sums over parts of a trial: leave-one-out still spans the whole trial; |z| < 4.5, false alarm below 1e-4."""
