@@ -15,6 +15,7 @@ COUNTS = ["k1-in-reward+loo", "k3-in-both+loo=4+divide=7", "k1-in-both+sequence-
 COUNTS += ["full-in-both+token+length-mean", "k1-in-reward+b=0.3+divide=7", "k2-in-reward+sequence-ratio+length-mean"]
 ORDERED = [*COUNTS, "k1-in-reward+rtg+loo=4+divide=3", "full-in-both+future", "k3-in-both+rtg+token-ratio+loo"]
 PATHS = [*ORDERED, "k1-in-reward+rtg+length-mean+loo", "k3-in-both+rtg+prefix-ratio+loo=4+divide=7"]
+PATHS += ["k1-in-reward+prefix-ratio", "full-in-both+prefix-ratio+length-mean", "full-in-both+rtg+token-ratio"]
 REQUESTS = {"counts": COUNTS, "ordered": ORDERED, "paths": PATHS}
 
 
@@ -31,7 +32,23 @@ def formula(configuration, pair, contexts, tokens):
     if configuration.baseline == "loo":
         groups = c.reshape(-1, configuration.group(SAMPLES))
         b = ((groups.sum(axis=1, keepdims=True) - groups) / (groups.shape[1] - 1)).ravel()
-    return (x - b[:, None] * y).reshape(TRIALS, SAMPLES, -1).mean(axis=1), c.reshape(TRIALS, SAMPLES)
+    values = np.array([weighted_value(configuration, pair, s, v) for s, v in each])
+    gradients = (x - b[:, None] * y).reshape(TRIALS, SAMPLES, -1).mean(axis=1)
+    return gradients, values.reshape(TRIALS, SAMPLES).mean(axis=1)
+
+
+def weighted_value(configuration, pair, contexts, tokens):
+    """The sum of a sequence's values, each with the weight of its token in the loss."""
+    rho = np.exp(pair.policy.log_probs - pair.sampler)[contexts, tokens]
+    so_far, full, T = np.cumprod(rho), configuration.estimator.full, len(tokens)
+    weight = {
+        "none": np.ones(T),
+        "token": np.ones(T) if full else rho,
+        "prefix": np.append(1.0, so_far[:-1]) if full else so_far,
+        "sequence": np.full(T, so_far[-1]),
+    }[configuration.ratio]
+    divisor = {"sum": 1.0, "divide": configuration.divisor, "length-mean": T}[configuration.aggregation]
+    return weight @ token_values(configuration, pair, contexts, tokens) / divisor
 
 
 def drawn(pair, length):
@@ -69,10 +86,10 @@ def test_each_sampler_reduces_its_sequences_by_the_formula(name, eos, tokens, mo
         sums = sampler._from_counts(n, order if name == "ordered" else None)
     for configuration, each in zip(configurations, sums, strict=True):
         constant = configuration.baseline_value if configuration.baseline == "constant" else 0.0
-        found, _ = estimates(configuration, each, TRIALS, SAMPLES, np.full(pair.policy.parameters, constant))
-        plain, values = formula(configuration, pair, contexts, emitted)
+        found, values = estimates(configuration, each, TRIALS, SAMPLES, np.full(pair.policy.parameters, constant))
+        plain, plain_values = formula(configuration, pair, contexts, emitted)
         assert np.allclose(found, plain, rtol=1e-10, atol=1e-12), configuration
-        assert np.allclose(each.c.reshape(TRIALS, -1).sum(axis=1), values.sum(axis=1)), configuration
+        assert np.allclose(values, plain_values, rtol=1e-10, atol=1e-12), configuration
 
 
 @pytest.mark.parametrize("name", ["counts", "ordered"])
