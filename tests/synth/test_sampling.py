@@ -8,7 +8,7 @@ from klgrad.synth import sampling
 from klgrad.synth.configurations import parse
 from klgrad.synth.enumeration import sequence_gradient, token_values
 from klgrad.synth.sampling import Sampler
-from klgrad.synth.sums import estimates, total
+from klgrad.synth.sums import estimates, joined, total
 
 TRIALS, SAMPLES, UNIT = 3, 8, 4
 COUNTS = ["k1-in-reward+loo", "k3-in-both+loo=4+divide=7", "k1-in-both+sequence-ratio+loo=4", "k3-in-loss+token-ratio"]
@@ -94,7 +94,7 @@ def test_each_sampler_reduces_its_sequences_by_the_formula(name, eos, tokens, mo
 
 @pytest.mark.parametrize("name", ["counts", "ordered"])
 def test_tallies_and_parts_give_the_sums_of_their_sequences(name):
-    """How often each outcome came, or a unit's sequences in two parts: every sum is that of all its sequences."""
+    """How often each outcome came, a unit's sequences or the units in two parts: every sum is that of its sequences."""
     pair, configurations = a_pair(False), [parse(n) for n in REQUESTS[name]]
     sampler = Sampler(pair, configurations, [4])
     (block,) = sampler.plan[4]
@@ -106,7 +106,8 @@ def test_tallies_and_parts_give_the_sums_of_their_sequences(name):
         return sampler._from_counts(block.counts[part], order)
 
     whole = of(outcome)
-    for other in (sampler._from_tally(4, seen), total([of(outcome[:, :1]), of(outcome[:, 1:])])):
+    halves = total([of(outcome[:, :1]), of(outcome[:, 1:])]), joined([of(outcome[:2]), of(outcome[2:])])
+    for other in (sampler._from_tally(4, seen), *halves):
         for one, two in zip(whole, other, strict=True):
             for a, b in zip(one, two, strict=True):
                 assert np.allclose(a, b, rtol=1e-10, atol=1e-12)
