@@ -49,6 +49,11 @@ class UsedUp(ValueError):
     """The tasks have too few problems left for a batch."""
 
 
+def used_up(left: int, batch: int) -> UsedUp:
+    """What to raise where so many problems are left."""
+    return UsedUp(f"the tasks have only {left} problems left: batch = {batch} needs more data")
+
+
 def train(
     recipe: Recipe,
     out: Path,
@@ -250,7 +255,7 @@ def draw(run: Run) -> Experience:
     recipe = run.recipe
     posed = list(itertools.islice(run.problems, recipe.batch))
     if len(posed) < recipe.batch:
-        raise UsedUp(f"the tasks have only {len(posed)} problems left: batch = {recipe.batch} needs more data")
+        raise used_up(len(posed), recipe.batch)
     prompts = [encoded(run.tokenizer, problem) for _, problem in posed]
     tokens, real = pad_prompts(prompts, run.tokenizer.pad_token_id)
     tokens, real = (x.repeat_interleave(recipe.group, 0).to(recipe.device) for x in (tokens, real))

@@ -36,7 +36,7 @@ from klgrad.harness.recipe import Recipe
 from klgrad.harness.rollouts import Rollouts, check_fits, pad_prompts
 from klgrad.harness.state import Run
 from klgrad.harness.tasks import Problem, Task, decoded, encoded, judged
-from klgrad.harness.train import Statistics, Stopped, evaluations, every, objective_of
+from klgrad.harness.train import Statistics, Stopped, evaluations, every, objective_of, used_up
 
 # What is overridden or called, and the parameters each must begin with; more may follow if they have defaults.
 HOOKS = {
@@ -84,10 +84,7 @@ class Posed:
             try:
                 self.kept[self.next] = next(self.stream)
             except StopIteration:
-                left = self.next % self.batch
-                raise ValueError(
-                    f"the tasks have only {left} problems left: batch = {self.batch} needs more data"
-                ) from None
+                raise used_up(self.next % self.batch, self.batch) from None
             self.kept.pop(self.next - 2 * self.batch, None)
             self.next += 1
         return self.kept[number]
