@@ -21,7 +21,7 @@ import numpy as np
 from klgrad.analysis.montecarlo import CPU, Progress, Simulation, check_counts, fingerprint, identity, simulate
 from klgrad.files import write_together
 from klgrad.synth import exact
-from klgrad.synth.configurations import Configuration
+from klgrad.synth.configurations import Configuration, check_names
 from klgrad.synth.moments import Moments, full_fits, moments
 from klgrad.synth.policies import PolicyPair
 
@@ -66,12 +66,14 @@ def compare(
         A frame with ``COLUMNS``. Exact rows have floor 0, low = high, and trials 0.
 
     Raises:
-        ValueError: for a length out of range, fewer than 2 trials or samples, or no configuration.
+        ValueError: for a length out of range, fewer than 2 trials or samples, no configuration, or two estimators of
+            one name.
     """
     import pandas as pd
 
     if not configurations:
         raise ValueError("no configurations: give at least one")
+    check_names(configurations)
     check_counts(trials, samples)
     full = full_fits(pair) and pair.policy.parameters <= _FULL_PARAMETERS and not exact_only
     found = moments(pair, configurations, lengths, covariance="full" if full else "trace", samples=samples)

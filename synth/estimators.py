@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,7 +38,7 @@ def array_namespace(x: Array) -> Any:
 
 @dataclass(frozen=True)
 class Estimator:
-    """One KL estimator with its arguments bound.
+    """One KL estimator with its arguments bound; equal to another of the same name *and* the same functions.
 
     Args:
         name: normal form, arguments included: ``k3``, ``alpha(0.75)``.
@@ -60,9 +60,6 @@ class Estimator:
 
     def __str__(self) -> str:
         return self.name
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Estimator) and self.name == other.name
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -320,8 +317,12 @@ def estimator(name: str) -> Estimator:
     if match is None or match[1] not in ESTIMATORS:
         raise unknown("estimator", match[1] if match else name, list(ESTIMATORS))
     entry = ESTIMATORS[match[1]]
-    arguments = _arguments(match[1], entry, match[2])
-    shown = f"{match[1]}({','.join(map(number, arguments))})" if arguments else match[1]
+    return _bound(match[1], entry, _arguments(match[1], entry, match[2]))
+
+
+@cache  # the same functions, hence equal, however often it is asked for
+def _bound(name: str, entry: Entry, arguments: tuple[float, ...]) -> Estimator:
+    shown = f"{name}({','.join(map(number, arguments))})" if arguments else name
     bound = {parameter: value for (parameter, _), value in zip(entry.parameters, arguments, strict=True)}
     return Estimator(
         shown,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from klgrad.synth.configurations import Configuration
+from klgrad.synth.estimators import Estimator
 from klgrad.synth.policies import PolicyPair
 
 if TYPE_CHECKING:
@@ -114,9 +115,10 @@ class Rows:
         self.update: dict[Row, list[tuple[Row, np.ndarray]]] = {ONE: [(ONE, self.unit)]}
         self.initial: set[Row] = {ONE}  # rows that start at 1; all others start at 0
         self._tables: dict[Any, np.ndarray] = {}
+        self._namesakes: dict[str, dict[Estimator, str]] = {}
 
     def table(self, kind: str, configuration: Configuration) -> np.ndarray:
-        key = (kind, configuration.estimator.name, configuration.rollout_value and kind == "value")
+        key = (kind, configuration.estimator, configuration.rollout_value and kind == "value")
         if key not in self._tables:
             make: dict[str, Callable[[], np.ndarray]] = {
                 "value": lambda: edge_values(self.pair, configuration),
@@ -194,7 +196,7 @@ class Rows:
         if est.full and ratio in ("token", "prefix"):
             own = self.unit
         w = own[..., None] * self.table("pathwise", configuration)
-        return self.add(("loss", ratio, est.name), (carrier, w), keep=step if ratio == "sequence" else None)
+        return self.add(("loss", ratio, self.label(est)), (carrier, w), keep=step if ratio == "sequence" else None)
 
     def merges(self, configuration: Configuration) -> bool:
         """Whether reward and loss are better one row: k3's own-token terms cancel to delta where r is large."""
@@ -231,6 +233,10 @@ class Rows:
             ("both" if merged else "reward", credit, ratio, *key), *terms, keep=step if ratio == "sequence" else None
         )
 
-    @staticmethod
-    def _value_key(configuration: Configuration) -> tuple[str, str]:
-        return configuration.estimator.name, "rollout" if configuration.rollout_value else "now"
+    def label(self, est: Estimator) -> str:
+        """The estimator's name, numbered where another with other functions has the same."""
+        namesakes = self._namesakes.setdefault(est.name, {est: est.name})
+        return namesakes.setdefault(est, f"{est.name} #{len(namesakes) + 1}")
+
+    def _value_key(self, configuration: Configuration) -> tuple[str, str]:
+        return self.label(configuration.estimator), "rollout" if configuration.rollout_value else "now"
