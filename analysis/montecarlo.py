@@ -237,6 +237,11 @@ def simulate(
         )
     for configuration in configurations:
         configuration.group(samples)
+    if any(c.estimator.family for c in configurations):
+        return _length_by_length(
+            pair, configurations, wanted.tolist(), progress,
+            trials=trials, samples=samples, seed=seed, workers=workers, device=device, scheduler=scheduler, store=store,
+        )  # fmt: skip
     unit = _unit(configurations, samples)
     sums = samples // unit * len(configurations) * (3 * pair.policy.parameters + 2)
     if sums > _MOST_ENTRIES:
@@ -258,6 +263,28 @@ def simulate(
         gradients.append(np.concatenate([g for g, _ in parts])[:trials])
         values.append(np.concatenate([v for _, v in parts])[:trials])
     return Simulation(gradients, values, sampler_used(pair, configurations, device))
+
+
+def _length_by_length(
+    pair: PolicyPair, configurations: Sequence[Configuration], lengths: list[int], progress: Progress | None,
+    *, samples: int, **drawing: Any,
+) -> Simulation:  # fmt: skip
+    """``simulate`` where an argument is open, and another one at each length; no block depends on the other lengths."""
+    from klgrad.synth.moments import best
+
+    if (store := drawing["store"]) is not None:  # one folder for all of them, which the request's own name finds again
+        request = (pair, configurations, drawing["trials"], samples, drawing["seed"], drawing["device"])
+        drawing["store"] = store_of(store, *request)
+    each = len(blocks(lengths[:1], drawing["trials"], samples))
+
+    def told(before: int) -> Progress | None:
+        return progress and (lambda done, _: progress(before + done, each * len(lengths)))
+
+    parts = [
+        simulate(pair, row, [n], samples=samples, progress=told(i * each), **drawing)
+        for i, (n, row) in enumerate(zip(lengths, best(pair, configurations, lengths, samples=samples), strict=True))
+    ]
+    return Simulation([p.gradients[0] for p in parts], [p.estimates[0] for p in parts], parts[0].sampler)
 
 
 def _numerics(device: str) -> AbstractContextManager[None]:

@@ -109,8 +109,9 @@ def _summary(pair: PolicyPair, lengths: list[int], exact_only: bool) -> str:
 
 def _advice(pair: PolicyPair, length: int, samples: int) -> str:
     from klgrad.analysis.advice import ERROR, GOALS, SHOWN, advise
-    from klgrad.analysis.results import is_zero, records
+    from klgrad.analysis.results import records
     from klgrad.figures import table
+    from klgrad.rounding import zero_bias
 
     found = records(advise(pair, length, samples=samples))
     out = [
@@ -125,7 +126,7 @@ def _advice(pair: PolicyPair, length: int, samples: int) -> str:
                 row["configuration"],
                 row["descends"],
                 row["cost"],
-                "0" if is_zero(row["bias"], row["gradient_norm"]) else number(row["relative_bias"], 3),
+                "0" if zero_bias(row) else number(row["relative_bias"], 3),
                 number(row["variance"]),
                 *([] if goal == "avoid" else [count(row["sequences_for_error"])]),
             ]

@@ -65,6 +65,7 @@ def sweep(
                     exact_only=exact_only, workers=drawing.threads, scheduler=drawing.scheduler, store=store,
                     progress=progress, **drawing.request,
                 )  # fmt: skip
+            notes(results.lost_digits(pair, table), drawing.quiet)
             frames.append(extend(pair, table) if extend else table)
         frame = pd.concat(frames, ignore_index=True)
         notes((f"{c}: beyond double precision on this pair" for c in results.beyond_float64(frame)), drawing.quiet)

@@ -16,11 +16,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {
     "files": {"files"},
+    "rounding": {"rounding"},
     "synth": {"files", "synth"},
-    "analysis": {"files", "analysis", "synth"},
+    "analysis": {"files", "rounding", "analysis", "synth"},
     "harness": {"files", "harness", "analysis", "synth"},
-    "figures": {"files", "figures"},
-    "commands": {"files", "commands", "figures", "harness", "analysis", "synth"},
+    "figures": {"files", "rounding", "figures"},
+    "commands": {"files", "rounding", "commands", "figures", "harness", "analysis", "synth"},
     "cli": {"cli", "commands"},
 }
 HEAVY = {"torch", "transformers", "matplotlib", "pandas", "dask", "sympy", "latex2mathml"}
