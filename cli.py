@@ -12,7 +12,7 @@ import click
 
 COMMANDS = (
     "figure1", "growth", "compare", "exact", "table1", "derive", "report", "check", "libraries", "lint", "audit",
-    "dynamics", "field", "stability", "llm", "reproduce", "estimators", "presets",
+    "dynamics", "field", "stability", "llm", "reproduce", "digits", "estimators", "presets",
 )  # fmt: skip
 
 
