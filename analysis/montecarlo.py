@@ -171,6 +171,26 @@ def fingerprint(pair: PolicyPair) -> str:
     return digest.hexdigest()[:16]
 
 
+def content(pair: PolicyPair, configurations: Sequence[Configuration]) -> str:
+    """A hash of what the configurations' estimators are on the pair's edges, whatever their names.
+
+    Their numbers depend on nothing else of an estimator: one whose functions were changed is another.
+    """
+    import hashlib
+
+    from klgrad.synth.rows import edge_pathwise, edge_values
+
+    digest = hashlib.sha256()
+    used = dict.fromkeys((c.estimator, c.rollout_value) for c in configurations)
+    ends = (0.0, 1.0)  # which say what a family is that is linear in its argument
+    for est, rollout in ((e, r) for each, r in used for e in (map(each.family, ends) if each.family else (each,))):
+        whole = Configuration(est, "both", rollout_value=rollout)
+        together = np.where(pair.possible, est.together(pair.log_ratio), 0.0) if est.together else np.zeros(0)
+        for table in (edge_values(pair, whole), edge_pathwise(pair, whole), together):
+            digest.update(np.ascontiguousarray(table, float).tobytes())
+    return digest.hexdigest()[:16]
+
+
 def store_of(
     store: Path,
     pair: PolicyPair,
@@ -186,7 +206,8 @@ def store_of(
     """
     import hashlib
 
-    request: tuple[Any, ...] = (FORMAT, fingerprint(pair), [str(c) for c in configurations], trials, samples, seed)
+    names = [str(c) for c in configurations]
+    request: tuple[Any, ...] = (FORMAT, fingerprint(pair), names, content(pair, configurations), trials, samples, seed)
     if device != CPU:
         request = (*request, identity(device))
     return store / hashlib.sha256(repr(request).encode()).hexdigest()[:16]
@@ -298,12 +319,12 @@ def _numerics(device: str) -> AbstractContextManager[None]:
 def _baselines(pair: PolicyPair, configurations: Sequence[Configuration], lengths: np.ndarray) -> np.ndarray:
     """``[C, L, d]`` the exact constant b of every configuration and length."""
     found = np.zeros((len(configurations), len(lengths), pair.policy.parameters))
-    constant = [c for c in configurations if c.baseline not in ("none", "loo")]
-    if constant:
+    which = [i for i, c in enumerate(configurations) if c.baseline not in ("none", "loo")]
+    if which:
         from klgrad.synth.moments import moments
 
-        for m in moments(pair, constant, lengths.tolist(), covariance="none"):
-            found[[i for i, c in enumerate(configurations) if c == m.configuration]] = m.baseline
+        constant = [configurations[i] for i in which]
+        found[which] = [m.baseline for m in moments(pair, constant, lengths.tolist(), covariance="none")]
     return found
 
 

@@ -170,7 +170,8 @@ def _passing(estimator: Estimator, clamp: float, *, live: bool) -> Estimator:
     def slope(delta: Any) -> Any:
         return np.where(passes(delta), estimator.slope(delta), 0.0)
 
-    return replace(estimator, name=f"{estimator.name} within {number(clamp)}", value=value, slope=slope, unbiased=False)
+    name = f"{estimator.name} within {number(clamp)}"
+    return replace(estimator, name=name, value=value, slope=slope, unbiased=False, together=None)
 
 
 def exact_terms(recipe: Recipe, *, on_policy: bool) -> list[Term] | None:

@@ -22,7 +22,7 @@ from klgrad.analysis.montecarlo import CPU, Progress, Simulation, check_counts, 
 from klgrad.files import write_together
 from klgrad.rounding import zero_bias, zero_variance
 from klgrad.synth import exact
-from klgrad.synth.configurations import Configuration
+from klgrad.synth.configurations import Configuration, check_names
 from klgrad.synth.moments import Moments, full_fits, moments
 from klgrad.synth.policies import PolicyPair
 
@@ -70,12 +70,14 @@ def compare(
         ``estimator`` says which it is at the row's length.
 
     Raises:
-        ValueError: for a length out of range, fewer than 2 trials or samples, or no configuration.
+        ValueError: for a length out of range, fewer than 2 trials or samples, no configuration, or two estimators of
+            one name.
     """
     import pandas as pd
 
     if not configurations:
         raise ValueError("no configurations: give at least one")
+    check_names(configurations)
     check_counts(trials, samples)
     full = full_fits(pair) and pair.policy.parameters <= _FULL_PARAMETERS and not exact_only
     found = moments(pair, configurations, lengths, covariance="full" if full else "trace", samples=samples)

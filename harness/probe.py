@@ -22,7 +22,7 @@ from klgrad.harness.fields import TRUTH, combine, field_loss, fields, summaries_
 from klgrad.harness.models import LanguageModel, check_same_vocabulary, select_parameters
 from klgrad.harness.objective import Summary, kl_loss, loss_part, reward_part, token_terms
 from klgrad.harness.rollouts import Rollouts, pad_prompts, sample
-from klgrad.synth.configurations import Configuration
+from klgrad.synth.configurations import Configuration, check_names
 from klgrad.synth.estimators import Estimator
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def probe(
 
     Raises:
         ValueError: for fewer than 3 trials or 2 samples, empty data, prompts that do not fit, another vocabulary,
-            or a configuration without a Rao-Blackwellised form.
+            a configuration without a Rao-Blackwellised form, or two estimators of one name.
     """
     import pandas as pd
 
@@ -140,6 +140,7 @@ def probe(
         raise ValueError(f"{trials} trials of {setting.samples} samples: take at least 3 trials and 2 samples a prompt")
     if not configurations:
         raise ValueError("no configurations: give at least one")
+    check_names(configurations)
     check_same_vocabulary(setting.policy, setting.reference)
     drawn = run_trials(setting, configurations, trials=trials, seed=seed, progress=progress)
     n = setting.samples * len(setting.prompts)

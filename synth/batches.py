@@ -24,7 +24,7 @@ class Batch:
         self.one = np.ones((len(path), 1))
         self.shared: dict[tuple[str, ...], Any] = {}
 
-    def once(self, key: tuple[str, ...], make: Callable[[], Any]) -> Any:
+    def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """The value under the key, made at its first use."""
         if key not in self.shared:
             self.shared[key] = make()
@@ -50,7 +50,7 @@ class Batch:
     def sums(self, table: Tables) -> Sums:
         """The configuration's sums over this batch."""
         configuration, ratio, once = table.configuration, table.configuration.ratio, self.once
-        key = (str(configuration.estimator), str(configuration.rollout_value))
+        key = (configuration.estimator, configuration.rollout_value)
         shared = (ratio, configuration.aggregation)
         value = once(("value", *key), lambda: np.append(table.value, 0.0).take(self.path))
         c = once(("c", *key), lambda: value.sum(axis=1, keepdims=True))

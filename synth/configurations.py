@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -238,6 +238,17 @@ def parse(text: str) -> Configuration:
             "write -in-reward or -in-both, or drop the option"
         )
     return Configuration(estimator(match[1]), placement, **fields)
+
+
+def check_names(configurations: Iterable[Configuration]) -> None:
+    """Raise ValueError where two estimators have one name: a table goes by names and could not tell them apart."""
+    named: dict[str, Estimator] = {}
+    for configuration in configurations:
+        if named.setdefault(configuration.estimator.name, configuration.estimator) != configuration.estimator:
+            raise ValueError(
+                f"two estimators with other functions are named {configuration.estimator.name!r}: "
+                "give each a name of its own, or use one object for both"
+            )
 
 
 def score_coefficients(

@@ -247,7 +247,7 @@ class _Batch:
         self.cell = (unit[:, None] * (self.edges + 1) + path).flatten()
         self.shared: dict[tuple[str, ...], Any] = {}
 
-    def once(self, key: tuple[str, ...], make: Callable[[], Any]) -> Any:
+    def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """The value under the key, made at its first use."""
         if key not in self.shared:
             self.shared[key] = make()
@@ -261,9 +261,7 @@ class _Batch:
     def sums(self, table: _Table) -> Totals:
         """The configuration's sums over this batch."""
         configuration, ratio, scores = table.configuration, table.configuration.ratio, self.sampler.scores
-        value = self.once(
-            (str(configuration.estimator), str(configuration.rollout_value)), lambda: table.value.take(self.path)
-        )
+        value = self.once((configuration.estimator, configuration.rollout_value), lambda: table.value.take(self.path))
         xp = array_namespace(value)
         own, before = self.once(
             ("ratio", ratio), lambda: importance_ratios(ratio, self.sampler.log_rho.take(self.path), xp)

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,7 +38,7 @@ def array_namespace(x: Array) -> Any:
 
 @dataclass(frozen=True)
 class Estimator:
-    """One KL estimator with its arguments bound.
+    """One KL estimator with its arguments bound; equal to another of the same name *and* the same functions.
 
     Args:
         name: normal form, arguments included: ``k3``, ``alpha(0.75)``.
@@ -63,9 +63,6 @@ class Estimator:
 
     def __str__(self) -> str:
         return self.name
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Estimator) and self.name == other.name
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -422,10 +419,12 @@ def estimator(name: str) -> Estimator:
         ValueError: for an unknown name or wrong arguments, saying what is possible.
     """
     base, given = arguments(name)
-    entry = ESTIMATORS[base]
-    if BEST in given:
-        return _open(base, entry)
-    shown = f"{base}({','.join(number(float(each)) for each in given)})" if given else base
+    return _open(base, ESTIMATORS[base]) if BEST in given else _bound(base, ESTIMATORS[base], given)
+
+
+@cache  # the same functions, hence equal, however often it is asked for
+def _bound(base: str, entry: Entry, given: tuple[float, ...]) -> Estimator:
+    shown = f"{base}({','.join(map(number, given))})" if given else base
     bound = {parameter: value for (parameter, _), value in zip(entry.parameters, given, strict=True)}
     return Estimator(
         shown,
@@ -438,6 +437,7 @@ def estimator(name: str) -> Estimator:
     )
 
 
+@cache
 def _open(base: str, entry: Entry) -> Estimator:
     """An estimator whose argument is still to be found for a pair and a length."""
     name, (parameter, example) = f"{base}({BEST})", entry.parameters[0]

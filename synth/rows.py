@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from klgrad.synth.configurations import Configuration
+from klgrad.synth.estimators import Estimator
 from klgrad.synth.exact import kl_rows
 from klgrad.synth.policies import PolicyPair
 
@@ -135,9 +136,10 @@ class Rows:
         self.update: dict[Row, list[tuple[Row, np.ndarray]]] = {ONE: [(ONE, self.unit)]}
         self.initial: set[Row] = {ONE}  # rows that start at 1; all others start at 0
         self._tables: dict[Any, np.ndarray] = {}
+        self._namesakes: dict[str, dict[Estimator, str]] = {}
 
     def table(self, kind: str, configuration: Configuration, less: float = 0.0) -> np.ndarray:
-        key = (kind, configuration.estimator.name, configuration.rollout_value and kind != "pathwise", less)
+        key = (kind, configuration.estimator, configuration.rollout_value and kind != "pathwise", less)
         if key not in self._tables:
             make: dict[str, Callable[[], np.ndarray]] = {
                 "value": lambda: edge_values(self.pair, configuration),
@@ -252,7 +254,7 @@ class Rows:
         if est.full and ratio in ("token", "prefix"):
             own = self.unit
         w = own[..., None] * self.table("pathwise", configuration, less)
-        name = ("loss", ratio, est.name, str(less))
+        name = ("loss", ratio, self.label(est), str(less))
         return self.add(name, (carrier, w), keep=step if ratio == "sequence" else None)
 
     def merges(self, configuration: Configuration) -> bool:
@@ -288,6 +290,10 @@ class Rows:
         name = ("both", str(less)) if merged else ("reward",)
         return self.add((*name, credit, ratio, *key), *terms, keep=step if ratio == "sequence" else None)
 
-    @staticmethod
-    def _value_key(configuration: Configuration) -> tuple[str, str]:
-        return configuration.estimator.name, "rollout" if configuration.rollout_value else "now"
+    def label(self, est: Estimator) -> str:
+        """The estimator's name, numbered where another with other functions has the same."""
+        namesakes = self._namesakes.setdefault(est.name, {est: est.name})
+        return namesakes.setdefault(est, f"{est.name} #{len(namesakes) + 1}")
+
+    def _value_key(self, configuration: Configuration) -> tuple[str, str]:
+        return self.label(configuration.estimator), "rollout" if configuration.rollout_value else "now"

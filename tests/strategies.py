@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from klgrad.synth import automata, enumeration
 from klgrad.synth.configurations import CREDITS, RATIOS, parse
-from klgrad.synth.estimators import ESTIMATORS
+from klgrad.synth.estimators import ESTIMATORS, Estimator, estimator
 from klgrad.synth.policies import Policy, PolicyPair, linear, log_softmax, tabular
 
 KINDS = ("markov", "markov2", "positional", "history", "counts", "counts-last")
@@ -131,6 +131,16 @@ def configurations(draw, *, baselines=BASELINES, names=None):
     credit = draw(st.sampled_from(("", *CREDITS[1:])))
     frozen = "" if ESTIMATORS[name].full else draw(st.sampled_from(("", "rollout-value")))
     return parse(_join(f"{name}-in-{placement}", credit, ratio, draw(st.sampled_from(baselines)), aggregation, frozen))
+
+
+def truncated_k3(bound, name="truncated-k3"):
+    """An estimator of one's own: k3 of a clipped log-ratio, its functions made anew at each call."""
+    k3 = estimator("k3")
+
+    def slope(delta):
+        return np.where(np.abs(delta) <= bound, k3.slope(delta), 0.0)
+
+    return Estimator(name, lambda delta: k3.value(np.clip(delta, -bound, bound)), slope, False, False, True)
 
 
 @lru_cache

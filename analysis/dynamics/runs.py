@@ -15,9 +15,11 @@ import numpy as np
 
 from klgrad.analysis.dynamics.recipes import NONE, Run
 from klgrad.analysis.dynamics.training import RECORDED, Record, train
-from klgrad.analysis.montecarlo import fingerprint
+from klgrad.analysis.montecarlo import content, fingerprint
 from klgrad.analysis.store import load_block, save_block
+from klgrad.synth.automata import markov
 from klgrad.synth.objectives import Family
+from klgrad.synth.policies import PolicyPair, log_softmax, tabular
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -112,8 +114,16 @@ def store_of(
     task, digest = family.task, hashlib.sha256()
     for array in (task.reward.edge, task.reward.terminal, task.out_of_domain.edge, task.out_of_domain.terminal, start):
         digest.update(np.ascontiguousarray(array, float).tobytes())
-    request = (FORMAT, fingerprint(task.pair), digest.hexdigest(), task.length, steps, expected, list(runs))
+    penalties = content(_apart(), [run.penalty for run in runs if run.penalty is not None])
+    request = (FORMAT, fingerprint(task.pair), digest.hexdigest(), task.length, steps, expected, list(runs), penalties)
     return store / hashlib.sha256(repr(request).encode()).hexdigest()[:16]
+
+
+def _apart() -> PolicyPair:
+    """Log-ratios of all sizes that training may meet, on which two estimators of one name differ."""
+    automaton = markov(4, 3)
+    logits, reference = 4 * np.random.default_rng(0).standard_normal((2, *automaton.next_context.shape))
+    return PolicyPair(automaton, tabular(automaton, logits), log_softmax(reference))
 
 
 class Batch(NamedTuple):

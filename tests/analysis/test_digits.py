@@ -29,7 +29,7 @@ def test_every_estimator_keeps_its_digits_in_every_arithmetic():
     assert seen >= {f"{name} together" for name, entry in ESTIMATORS.items() if entry.together}
 
 
-@pytest.mark.parametrize("case", digits.cases(), ids=lambda case: case.where)
+@pytest.mark.parametrize("case", [*digits.cases()], ids=lambda case: case.where)
 def test_pairs_keep_theirs(case):
     lines = list(digits.pair_lines([case]))
     assert lost(lines) == []

@@ -4,16 +4,19 @@ z-tests use the exact standard error. Each of their thresholds is stated with it
 """
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from strategies import truncated_k3
 
 from klgrad.analysis import montecarlo
 from klgrad.analysis.montecarlo import blocks, simulate
 from klgrad.synth import sampling
 from klgrad.synth.automata import markov
 from klgrad.synth.blocks import Block
-from klgrad.synth.configurations import parse
+from klgrad.synth.configurations import Configuration, parse
+from klgrad.synth.estimators import estimator
 from klgrad.synth.moments import full_fits, moments
 from klgrad.synth.policies import PolicyPair, log_softmax, tabular
 from klgrad.synth.presets import PRESETS, preset
@@ -247,6 +250,53 @@ def test_another_request_does_not_take_up_the_blocks(tmp_path):
     fresh = simulate(pair, [parse("k1-in-reward")], [4], trials=4, samples=10, seed=1)
     assert np.array_equal(other.gradients[0], fresh.gradients[0])
     assert len(list(tmp_path.iterdir())) == 2
+
+
+OWN = {  # by sampler: what each draws an own estimator with
+    "counts": ("reward", {}), "ordered": ("both", {"credit": "rtg"}),
+    "paths": ("both", {"credit": "rtg", "ratio": "prefix"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sampler", OWN)
+def test_an_own_estimator_that_was_changed_does_not_take_up_the_blocks(tmp_path, sampler):
+    """The name is the same and the functions are not: those decide."""
+    placement, options = OWN[sampler]
+    request = {"trials": 4, "samples": 50, "store": tmp_path}
+    before, after, same = (
+        simulate(preset("far"), [Configuration(truncated_k3(bound), placement, **options)], [4], **request)
+        for bound in (0.5, 2.0, 0.5)
+    )
+    assert before.sampler == sampler
+    assert np.abs(after.gradients[0] - before.gradients[0]).max() > 1e-3
+    assert np.array_equal(same.gradients[0], before.gradients[0])
+    assert len(list(tmp_path.iterdir())) == 2  # the third took up the first one's
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("k3", "value"), ("k3", "slope"), ("k3", "together"), ("full", "value"), ("full", "slope")]
+)
+def test_every_function_of_an_estimator_is_part_of_the_request(tmp_path, name, field):
+    """And every number that it gives: one in the last digit is another request."""
+    pair, est = preset("near"), estimator(name)
+    function = getattr(est, field)
+    changed = replace(est, **{field: lambda *given: np.nextafter(function(*given), np.inf)})
+    asked = [[Configuration(e, "both")] for e in (est, replace(est), changed)]
+    one, again, other = (montecarlo.store_of(tmp_path, pair, configurations, 4, 10, 0) for configurations in asked)
+    assert one == again != other
+
+
+@pytest.mark.parametrize("device", ["cpu", "torch-cpu"])
+def test_own_estimators_of_one_name_are_drawn_apart(device):
+    """In one batch, where values are shared between configurations; so are exact constants, each its own."""
+    options = {"credit": "rtg", "ratio": "prefix", "baseline": "optimal", "aggregation": "length-mean"}
+    asked = [Configuration(truncated_k3(bound), "both", **options) for bound in (0.5, 2.0)]
+    request = {"trials": 3, "samples": 20, "device": device}
+    together = simulate(preset("far"), asked, [4], **request)
+    for i, configuration in enumerate(asked):
+        alone = simulate(preset("far"), [configuration], [4], **request)
+        assert np.array_equal(alone.gradients[0][:, 0], together.gradients[0][:, i])
+        assert np.array_equal(alone.estimates[0][:, 0], together.estimates[0][:, i])
 
 
 @pytest.mark.parametrize(("bad", "words"), [({"trials": 1}, "trials = 1"), ({"samples": 1}, "samples = 1")])

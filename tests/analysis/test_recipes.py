@@ -325,3 +325,8 @@ def test_the_unit_of_a_token_mean_is_the_samplers_mean_length():
     longest = np.exp(log_probability(every, off.sampler)) @ every.mask.sum(axis=1)
     assert recipes.unit_of(terms, off, 3) == pytest.approx(longest)
     assert recipes.unit_of([(1.0, Recipe(parse("k1-in-reward")))], on, 3) == 1.0
+
+
+def test_a_clamped_estimator_has_no_closed_form_of_the_one_without():
+    (term,) = recipes.exact_terms(parse_recipe("k3-in-loss+clamp=0.3"), on_policy=True)
+    assert term.configuration.estimator.together is None

@@ -1,13 +1,15 @@
 """The tidy table: fixed columns, two sources, honest zeros, saved whole or not at all."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
+from strategies import truncated_k3
 
 from klgrad.analysis import results
-from klgrad.synth.configurations import parse
+from klgrad.synth.configurations import Configuration, parse
 from klgrad.synth.exact import kl, true_gradient
 from klgrad.synth.presets import preset
 
@@ -121,3 +123,12 @@ def test_an_unwritable_folder_is_refused_before_any_work(tmp_path):
 def test_no_configurations_is_refused():
     with pytest.raises(ValueError, match="no configurations"):
         results.compare(preset("near"), [], [5])
+
+
+def test_two_estimators_of_one_name_are_refused():
+    """Rows go by names: figures and rankings could not tell them apart."""
+    two = [Configuration(truncated_k3(bound), "reward") for bound in (0.5, 2.0)]
+    with pytest.raises(ValueError, match="'truncated-k3': give each a name of its own"):
+        results.compare(preset("near"), two, [5], exact_only=True)
+    both = [replace(two[0], placement=placement) for placement in ("reward", "both")]
+    assert len(results.compare(preset("near"), both, [5], exact_only=True)) == 2

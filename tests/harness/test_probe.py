@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from strategies import assert_close, build_world
+from strategies import assert_close, build_world, truncated_k3
 
 from klgrad.analysis.results import COLUMNS, compare
 from klgrad.figures import figure1
-from klgrad.synth.configurations import CREDITS, parse
+from klgrad.synth.configurations import CREDITS, Configuration, parse
 from klgrad.synth.enumeration import enumerate_configuration, log_probability, sequences
 from klgrad.synth.estimators import ESTIMATORS
 from klgrad.synth.exact import true_gradient
@@ -183,3 +183,10 @@ def test_bad_settings(change, sentence):
 def test_a_length_mean_has_no_such_form():
     with pytest.raises(ValueError, match="use sum or divide=K"):
         f.fields(parse("k1-in-loss+length-mean"))
+
+
+def test_two_estimators_of_one_name_are_refused():
+    policy, reference = tabular_pair(preset("near"))
+    two = [Configuration(truncated_k3(bound), "reward") for bound in (0.5, 2.0)]
+    with pytest.raises(ValueError, match="'truncated-k3': give each a name of its own"):
+        p.probe(p.Setting(policy, reference, [[0]], None), two, trials=4)

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import numpy as np
 import pytest
@@ -444,3 +444,14 @@ def test_value_and_slope_together_are_their_sum(name):
     est, delta = estimator(name), np.linspace(-6, 6, 41)
     assert est.together(delta) == pytest.approx(est.value(delta) + est.slope(delta), rel=1e-9, abs=1e-12)
     assert {"k3", "alpha"} <= {n for n, entry in ESTIMATORS.items() if entry.together}
+
+
+@pytest.mark.parametrize("name", ["k3", "alpha(0.75)", "full"])
+def test_estimators_are_equal_by_name_and_functions(name):
+    """Own ones of one name are two, whose numbers no cache may mix up."""
+    one = estimator(name)
+    assert one == estimator(f" {name} ")
+    assert hash(one) == hash(estimator(name))
+    for changed in ({"name": "other"}, {"value": lambda *given: 0.0}, {"slope": lambda *given: 0.0}):
+        assert replace(one, **changed) != one
+    assert len({one, replace(one, together=lambda delta: delta), estimator(name)}) == 2

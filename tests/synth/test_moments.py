@@ -6,11 +6,21 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from strategies import Plain, World, assert_close, build_world, configurations, grid, thinned_worlds, worlds
+from strategies import (
+    Plain,
+    World,
+    assert_close,
+    build_world,
+    configurations,
+    grid,
+    thinned_worlds,
+    truncated_k3,
+    worlds,
+)
 
 from klgrad.synth import products, rows
 from klgrad.synth.automata import Automaton, markov, positional
-from klgrad.synth.configurations import parse
+from klgrad.synth.configurations import Configuration, parse
 from klgrad.synth.enumeration import enumerate_configuration, enumerate_leave_one_out, log_probability, sequences
 from klgrad.synth.exact import true_gradient
 from klgrad.synth.moments import full_fits, moments
@@ -566,3 +576,19 @@ def test_groups_must_divide_the_samples():
         ValueError, match=r"loo=3: 10 samples cannot be split into groups of 3: give samples in a multiple"
     ):
         moments(TINY.pair, [parse("k1-in-reward+loo=3")], [2], samples=10)
+
+
+def test_own_estimators_of_one_name_are_not_mixed_up():
+    """Tables and rows are shared between configurations of one request: by functions, not by names."""
+    asked = [
+        Configuration(truncated_k3(bound), placement, credit=credit, ratio="token", rollout_value=frozen)
+        for bound in (0.2, 0.9)
+        for placement, credit, frozen in (("loss", "whole", False), ("both", "rtg", False), ("reward", "whole", True))
+    ]
+    together = moments(GRID_WORLD.pair, asked, [3])
+    alone = [moments(GRID_WORLD.pair, [configuration], [3])[0] for configuration in asked]
+    for one, other in zip(together, alone, strict=True):
+        assert_close(one.mean, other.mean)
+        assert_close(one.covariance, other.covariance)
+        assert_close(one.estimate, other.estimate)
+    assert np.abs(alone[0].mean - alone[3].mean).max() > 1e-3

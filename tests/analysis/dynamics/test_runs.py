@@ -3,12 +3,14 @@
 import numpy as np
 import pandas as pd
 import pytest
+from strategies import truncated_k3
 
 from klgrad.analysis.dynamics import runs as module
 from klgrad.analysis.dynamics.recipes import Algorithm, Run
 from klgrad.analysis.dynamics.runs import BLOCK, COLUMNS, blocks, ends, store_of, study
 from klgrad.analysis.dynamics.training import RECORDED, train
 from klgrad.synth import objectives
+from klgrad.synth.configurations import Configuration
 from klgrad.synth.tasks import preset_task
 
 FAMILY = objectives.family(preset_task("phase"))
@@ -110,6 +112,14 @@ def test_another_request_has_another_store(tmp_path, change):
         "task": lambda: store_of(tmp_path, objectives.family(preset_task("phase", 5)), RUNS, 3, START),
     }[change]()
     assert other != base
+
+
+def test_another_estimator_under_the_same_name_has_another_store(tmp_path, monkeypatch):
+    """Runs name their configuration; what the registry has under that name decides."""
+    runs = [Run("k3-in-loss", 0.2, 0.2, SMALL)]
+    before = store_of(tmp_path, FAMILY, runs, 3, START)
+    monkeypatch.setattr(Run, "penalty", Configuration(truncated_k3(0.5, "k3"), "loss"))
+    assert store_of(tmp_path, FAMILY, runs, 3, START) != before
 
 
 def test_collapse_is_in_the_table():
