@@ -58,6 +58,7 @@ class Group(click.Group):
             raise BadInput(" ".join(str(error).split())) from error
         except KeyboardInterrupt as stopped:
             click.echo(f"interrupted{stopped}", err=True)
+            exec("")  # where Ctrl-C met another exec (a dataclass's), Python would end ``-m`` by the signal, not by 130
             ctx.exit(130)
 
 

@@ -202,14 +202,18 @@ def store_of(
 ) -> Path:
     """The folder below ``store`` that holds this request's finished blocks.
 
-    Its name is a hash of all that they must agree on to be taken up again; numbers of different devices never mix.
+    Its name is a hash of all that they must agree on to be taken up again; numbers of different devices or vector
+    units never mix.
     """
     import hashlib
+
+    from klgrad.analysis.arithmetic import arithmetic
 
     names = [str(c) for c in configurations]
     request: tuple[Any, ...] = (FORMAT, fingerprint(pair), names, content(pair, configurations), trials, samples, seed)
     if device != CPU:
         request = (*request, identity(device))
+    request = (*request, arithmetic(torch=device != CPU))
     return store / hashlib.sha256(repr(request).encode()).hexdigest()[:16]
 
 
@@ -356,24 +360,34 @@ def _in_order(
 def _draw_here(
     draw: Callable[[Block], Drawn], keep: Callable[[Block, Drawn], None], todo: list[tuple[int, Block]], workers: int
 ) -> Generator[tuple[int, Drawn]]:
-    """Yield (index, result); an interruption lets running blocks finish and be kept, and starts no others."""
-
-    def run(block: Block) -> Drawn:
-        result = draw(block)
-        keep(block, result)
-        return result
-
+    """Yield (index, result); an interruption stops running blocks, however large, and keeps those that were drawn."""
     if workers <= 1:
         for i, block in todo:
-            yield i, run(block)
+            result = draw(block)
+            keep(block, result)
+            yield i, result
         return
     from concurrent.futures import ThreadPoolExecutor, as_completed
+
+    from klgrad.analysis.processes import Stoppable
+
+    drawing = Stoppable()
+
+    def run(block: Block) -> Drawn:
+        with drawing:
+            result = draw(block)
+        keep(block, result)
+        return result
 
     pool = ThreadPoolExecutor(workers)
     try:
         waiting = {pool.submit(run, block): i for i, block in todo}
         for future in as_completed(waiting):
             yield waiting.pop(future), future.result()
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        drawing.stop()
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from klgrad.rounding import zero_bias, zero_gradient, zero_variance
 from klgrad.synth.configurations import PLACEMENTS, RATIOS, Configuration, parse
 from klgrad.synth.estimators import BEST, ESTIMATORS, unknown
 from klgrad.synth.exact import gradient_rounding, true_gradient
 from klgrad.synth.moments import moments
 from klgrad.synth.policies import PolicyPair
+from klgrad.zeros import zero_bias, zero_gradient, zero_variance
 
 if TYPE_CHECKING:
     import pandas as pd

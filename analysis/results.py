@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from klgrad.analysis.arithmetic import arithmetic, system
 from klgrad.analysis.montecarlo import CPU, Progress, Simulation, check_counts, fingerprint, identity, simulate
 from klgrad.files import write_together
-from klgrad.rounding import zero_bias, zero_variance
 from klgrad.synth import exact
 from klgrad.synth.configurations import Configuration, check_names
 from klgrad.synth.moments import Moments, full_fits, moments
 from klgrad.synth.policies import PolicyPair
+from klgrad.zeros import zero_bias, zero_variance
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -227,15 +228,23 @@ def software() -> dict[str, str]:
     return found
 
 
-def manifest(command: str, pairs: Sequence[PolicyPair], request: dict[str, Any]) -> dict[str, Any]:
-    """Everything needed to make a table again: versions, platform, request, and a hash of each pair."""
+def manifest(
+    command: str, pairs: Sequence[PolicyPair], request: dict[str, Any], *, torch: bool = False
+) -> dict[str, Any]:
+    """Everything needed to make a table again: versions, platform, arithmetic, request, and a hash of each pair.
+
+    Args:
+        torch: whether torch computed the numbers, also where the request names no device.
+    """
+    device = drawn_on(request)
     return {
         "command": command,
         "request": request,
         "pairs": {pair.name: fingerprint(pair) for pair in pairs},
         "software": software(),
         "platform": system(),
-        **drawn_on(request),
+        "arithmetic": arithmetic(torch=torch or bool(device)),
+        **device,
     }
 
 
@@ -243,11 +252,6 @@ def drawn_on(request: Mapping[str, Any]) -> dict[str, str]:
     """What hardware drew, where it was not the reference on the CPU."""
     device = CPU if request.get("exact_only") else request.get("device", CPU)
     return {} if device == CPU else {"device": identity(device)}
-
-
-def system() -> str:
-    """Operating system and processor, which decide the last digits of exp and log."""
-    return f"{platform.system()} {platform.machine()}"
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:

@@ -136,7 +136,7 @@ def compare(
 
 def _bias(row: dict[str, Any]) -> str:
     """An exact bias at rounding level is zero."""
-    from klgrad.rounding import zero_bias
+    from klgrad.zeros import zero_bias
 
     sure = row["source"] == "exact" and row["bias"] is not None
     return "0" if sure and zero_bias(row) else number(row["bias"])
@@ -157,7 +157,7 @@ def _named(row: dict[str, Any]) -> str:
 
 def _cells(row: dict[str, Any]) -> list[tuple[str, str]]:
     """(header, text) of one row; exact rows have neither interval nor floor."""
-    from klgrad.rounding import zero_variance
+    from klgrad.zeros import zero_variance
 
     sampled, bias = row["source"] != "exact", _bias(row)
     cells = [

@@ -111,7 +111,7 @@ def _advice(pair: PolicyPair, length: int, samples: int) -> str:
     from klgrad.analysis.advice import ERROR, GOALS, SHOWN, advise
     from klgrad.analysis.results import records
     from klgrad.figures import table
-    from klgrad.rounding import zero_bias
+    from klgrad.zeros import zero_bias
 
     found = records(advise(pair, length, samples=samples))
     out = [

@@ -25,7 +25,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 from matplotlib.transforms import blended_transform_factory
 
 from klgrad.files import write_together
-from klgrad.rounding import zero_bias, zero_variance
+from klgrad.zeros import zero_bias, zero_variance
 
 WIDTH = 7.0  # inches: two columns of a paper
 STYLE: dict[str, Any] = {

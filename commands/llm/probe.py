@@ -95,7 +95,7 @@ def probe(
             "dtype": dtype, "configurations": [str(c) for c in configurations], "seed": seed, "device": device,
             "peak_memory_mib": _peak(device),
         }  # fmt: skip
-        results.save(frame, results.manifest("klgrad llm probe", [], request), out / "probe")
+        results.save(frame, results.manifest("klgrad llm probe", [], request, torch=True), out / "probe")
     if as_json:
         dump(results.records(frame))
     elif not quiet:

@@ -73,7 +73,10 @@ def study(
             "seeds": seeds,
             "staleness": stale,
         }
-        content = {"manifest": results.manifest("klgrad llm study", [], request), "rows": results.records(means)}
+        content = {
+            "manifest": results.manifest("klgrad llm study", [], request, torch=True),
+            "rows": results.records(means),
+        }
         write_whole(out / "study.json", (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
         for value in stale:
             figure = draw(curves[curves["staleness"] == value], means[means["staleness"] == value])
