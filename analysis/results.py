@@ -37,6 +37,7 @@ COLUMNS = (
     "variance", "variance_low", "variance_high", "variance_rounding",
     "estimate", "estimate_variance", "estimate_variance_rounding", "samples", "trials",
 )  # fmt: skip
+LATER = ("bias_rounding", "variance_rounding", "estimate_variance_rounding")  # columns that earlier tables lack
 _ZERO = 1e-12  # a mean below this share of the true gradient has no direction
 _FULL_PARAMETERS = 64
 _FEW_DIGITS, _LOG_RATIO_DIGITS = 1e-6, 1e-9  # relative roundings from which numbers are not given without a word

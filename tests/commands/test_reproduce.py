@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from klgrad import cli
 from klgrad.analysis import reproduce
 from klgrad.analysis.arithmetic import arithmetic
+from klgrad.analysis.results import LATER
 
 COMPARE = ["--lengths", "2,4", "--config", "k1-in-reward", "--config", "k3-in-loss", "--trials", "3", "--samples", "4"]
 
@@ -224,3 +225,15 @@ def test_a_table_from_before_its_arithmetic_was_told(saved):
     assert done.exit_code == 0
     assert "the table does not say which arithmetic made it" in done.stdout
     assert "changed: arithmetic" not in done.stdout
+
+
+def test_columns_that_tables_have_had_only_since_are_not_asked_for(saved):
+    def drop(content):
+        for row in content["rows"]:
+            for name in LATER:
+                del row[name]
+
+    edit(saved, drop)
+    saved.with_suffix(".csv").unlink()
+    done = run("reproduce", saved)
+    assert done.exit_code == 0, done.output
