@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from klgrad.commands.display import Progress, dump, notes, number, table
-from klgrad.commands.folders import STORE, resumable
+from klgrad.commands.folders import STORE, present, resumable, told
 from klgrad.commands.options import grouped, json_option, out_option, scheduler_option, workers_of
 from klgrad.commands.training import DEFAULT_CONFIGS, Numbers, Training, beta_option, learning_rate_option, task_options
 
@@ -146,7 +146,7 @@ def dynamics(
     grid = product(recipe.algorithms(), learning_rate or (training.learning_rate,), beta or (training.beta,), names)
     runs = list(dict.fromkeys(Run(name, b, r, a, s) for a, r, b, name in grid for s in chosen))
     notes(_cautions(runs) + _few(0 if expected else seeds), quiet or as_json)
-    store = out / STORE
+    store, there = out / STORE, present(out)
     with resumable(store):
         with Progress(family.task.pair.name, quiet or as_json) as progress:
             frame = study(
@@ -166,7 +166,7 @@ def dynamics(
         dump(results.records(ends))
     elif not quiet:
         _show(frame, ends, steps)
-        click.echo(f"wrote {', '.join(written)}")
+        click.echo(told(written, there))
 
 
 def _cautions(runs: list[Run]) -> list[str]:
@@ -199,8 +199,8 @@ def _few(seeds: int) -> list[str]:
     ]
 
 
-def _draw(frame: pd.DataFrame, ends: pd.DataFrame, out: Path) -> list[str]:
-    """Save the figures; the names of all files."""
+def _draw(frame: pd.DataFrame, ends: pd.DataFrame, out: Path) -> list[Path]:
+    """Save the figures; all files."""
     from klgrad.figures import save_figure, staleness, training_curves
 
     save_figure(training_curves(frame), out / "dynamics")
@@ -208,8 +208,8 @@ def _draw(frame: pd.DataFrame, ends: pd.DataFrame, out: Path) -> list[str]:
     if ends["staleness"].nunique() > 1:
         save_figure(staleness(ends), out / "dynamics-staleness")
         stems.append("dynamics-staleness")
-    pictures = [str(out / f"{stem}.{kind}") for stem in stems for kind in ("png", "pdf")]
-    return [*pictures, str(out / "dynamics.csv"), str(out / "dynamics.json")]
+    pictures = [out / f"{stem}.{kind}" for stem in stems for kind in ("png", "pdf")]
+    return [*pictures, out / "dynamics.csv", out / "dynamics.json"]
 
 
 def _show(frame: pd.DataFrame, ends: pd.DataFrame, steps: int) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from klgrad.commands.display import count, notes, number
-from klgrad.commands.folders import held
+from klgrad.commands.folders import held, present, told
 from klgrad.commands.growth import GROWTH_LENGTHS
 from klgrad.commands.options import (
     Drawing,
@@ -65,6 +65,7 @@ def report(
 
     wanted = lengths_of(lengths, source)
     pair = pair_of(source, max(wanted))
+    there = present(out)
     with held(out):
         frame = sweep("report", [source], [wanted], configs, drawing, None, exact_only=exact_only)
         request = {
@@ -84,7 +85,7 @@ def report(
         html = page(f"KL gradients on the pair {pair.name}", [s for s in sections if s[1]], STYLE)
         write_whole(out / "report.html", html.encode())
     if not drawing.quiet:
-        click.echo(f"wrote {out / 'report.html'}")
+        click.echo(told([out / "report.html"], there))
 
 
 def _summary(pair: PolicyPair, lengths: list[int], exact_only: bool) -> str:
