@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import io
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -10,9 +13,11 @@ from typing import Any
 
 import click
 
+from klgrad.commands.groups import Suggesting
+
 COMMANDS = (
     "figure1", "growth", "compare", "exact", "table1", "derive", "report", "check", "libraries", "lint", "audit",
-    "dynamics", "field", "stability", "llm", "reproduce", "estimators", "presets",
+    "dynamics", "field", "stability", "llm", "reproduce", "digits", "estimators", "presets",
 )  # fmt: skip
 
 
@@ -34,7 +39,7 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-class Group(click.Group):
+class Group(Suggesting):
     """Loads a command by its name; bad input is one sentence and exit code 2, wherever it was found."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -58,6 +63,7 @@ class Group(click.Group):
             raise BadInput(" ".join(str(error).split())) from error
         except KeyboardInterrupt as stopped:
             click.echo(f"interrupted{stopped}", err=True)
+            exec("")  # where Ctrl-C met another exec (a dataclass's), Python would end ``-m`` by the signal, not by 130
             ctx.exit(130)
 
 
@@ -71,8 +77,28 @@ def main() -> None:
     """
 
 
+class Closed(io.TextIOBase):
+    """What stands for a standard output that was closed (``>&-``): silence would be taken for an answer."""
+
+    encoding = "utf-8"
+
+    def write(self, text: str) -> int:
+        """Refuse: there is nowhere to write to."""
+        raise BadInput("standard output is closed and the answer has nowhere to go: send it somewhere, if to /dev/null")
+
+
+def _stand_in() -> None:
+    """Keep the numbers of closed standard streams from files opened later, and refuse what is printed to nowhere."""
+    while sys.stdout is None or sys.stderr is None:
+        if os.open(os.devnull, os.O_RDWR) > 2:
+            break
+    if sys.stdout is None:
+        sys.stdout = Closed()
+
+
 def process() -> None:
     """``main`` in a process of its own, which gives everything back at its end: what is left is not collected first."""
+    _stand_in()
     try:
         main()
     finally:

@@ -14,6 +14,11 @@ LOCK = ".klgrad-lock"
 PART = ".part"
 
 
+def legible(name: str) -> str:
+    """A file's name as text, bytes of it that are no UTF-8 as in ``caf\\xe9``; other text as it is."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """Put ``content`` at ``path``: readers see the old file or the new one, as for ``write_together``."""
     write_together({path: content})
@@ -145,6 +150,8 @@ def load_module(place: str) -> Any:
     import sys
     from pathlib import Path
 
+    if place.startswith(".") and not place.endswith(".py"):
+        raise ImportError(f"{place!r} is no module's name: write FILE.py or package.module")
     path = Path(place)
     folder = str(path.resolve().parent if place.endswith(".py") else Path.cwd())
     sys.path.insert(0, folder)

@@ -7,7 +7,6 @@ only here.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -35,26 +34,31 @@ class Parcel(NamedTuple):
 
 
 def numerics(packages: Sequence[str] = NUMERICS) -> str:
-    """What the bits of a block depend on: klgrad, the packages that compute it, processor and operating system."""
+    """What the bits of a block depend on: klgrad, the packages that compute it, operating system and arithmetic."""
     from importlib.metadata import PackageNotFoundError, version
+
+    from klgrad.analysis.arithmetic import arithmetic, described, system
 
     found = []
     for name in ("klgrad", *packages):
         with suppress(PackageNotFoundError):  # a source tree on the path has no version
             found.append(f"{name} {version(name)}")
-    return f"{', '.join(found)} on {platform.system()} {platform.machine()}"
+    computes = described(arithmetic(torch="torch" in packages))
+    return f"{', '.join(found)} on {system()} ({computes})"
 
 
 def draw_parcel(parcel: Parcel, block: Any) -> Any:
     """A block on a worker.
 
     Raises:
-        ValueError: on a worker with other packages or another platform, whose numbers could differ in the last digit.
+        ValueError: on a worker with other packages, another platform or vector unit, whose numbers could differ in
+            the last digit.
     """
     if parcel.made_with != numerics(parcel.packages):
         raise ValueError(
             f"a worker has {numerics(parcel.packages)} and this process {parcel.made_with}: "
-            "the same numbers need the same versions and platform everywhere"
+            "the same numbers need the same versions, platform and vector unit everywhere; NPY_DISABLE_CPU_FEATURES, "
+            "OPENBLAS_CORETYPE and ATEN_CPU_CAPABILITY make CPUs alike"
         )
     return _unpacked(parcel.content)(block)
 

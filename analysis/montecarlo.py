@@ -178,13 +178,16 @@ def content(pair: PolicyPair, configurations: Sequence[Configuration]) -> str:
     """
     import hashlib
 
-    from klgrad.synth.rows import edge_pathwise, edge_together, edge_values
+    from klgrad.synth.rows import edge_pathwise, edge_values
 
     digest = hashlib.sha256()
-    for est, rollout in dict.fromkeys((c.estimator, c.rollout_value) for c in configurations):
+    used = dict.fromkeys((c.estimator, c.rollout_value) for c in configurations)
+    ends = (0.0, 1.0)  # which say what a family is that is linear in its argument
+    for est, rollout in ((e, r) for each, r in used for e in (map(each.family, ends) if each.family else (each,))):
         whole = Configuration(est, "both", rollout_value=rollout)
-        for table in (edge_values, edge_pathwise, *((edge_together,) if est.together else ())):
-            digest.update(np.ascontiguousarray(table(pair, whole), float).tobytes())
+        together = np.where(pair.possible, est.together(pair.log_ratio), 0.0) if est.together else np.zeros(0)
+        for table in (edge_values(pair, whole), edge_pathwise(pair, whole), together):
+            digest.update(np.ascontiguousarray(table, float).tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -199,14 +202,18 @@ def store_of(
 ) -> Path:
     """The folder below ``store`` that holds this request's finished blocks.
 
-    Its name is a hash of all that they must agree on to be taken up again; numbers of different devices never mix.
+    Its name is a hash of all that they must agree on to be taken up again; numbers of different devices or vector
+    units never mix.
     """
     import hashlib
+
+    from klgrad.analysis.arithmetic import arithmetic
 
     names = [str(c) for c in configurations]
     request: tuple[Any, ...] = (FORMAT, fingerprint(pair), names, content(pair, configurations), trials, samples, seed)
     if device != CPU:
         request = (*request, identity(device))
+    request = (*request, arithmetic(torch=device != CPU))
     return store / hashlib.sha256(repr(request).encode()).hexdigest()[:16]
 
 
@@ -255,6 +262,11 @@ def simulate(
         )
     for configuration in configurations:
         configuration.group(samples)
+    if any(c.estimator.family for c in configurations):
+        return _length_by_length(
+            pair, configurations, wanted.tolist(), progress,
+            trials=trials, samples=samples, seed=seed, workers=workers, device=device, scheduler=scheduler, store=store,
+        )  # fmt: skip
     unit = _unit(configurations, samples)
     sums = samples // unit * len(configurations) * (3 * pair.policy.parameters + 2)
     if sums > _MOST_ENTRIES:
@@ -276,6 +288,28 @@ def simulate(
         gradients.append(np.concatenate([g for g, _ in parts])[:trials])
         values.append(np.concatenate([v for _, v in parts])[:trials])
     return Simulation(gradients, values, sampler_used(pair, configurations, device))
+
+
+def _length_by_length(
+    pair: PolicyPair, configurations: Sequence[Configuration], lengths: list[int], progress: Progress | None,
+    *, samples: int, **drawing: Any,
+) -> Simulation:  # fmt: skip
+    """``simulate`` where an argument is open, and another one at each length; no block depends on the other lengths."""
+    from klgrad.synth.moments import best
+
+    if (store := drawing["store"]) is not None:  # one folder for all of them, which the request's own name finds again
+        request = (pair, configurations, drawing["trials"], samples, drawing["seed"], drawing["device"])
+        drawing["store"] = store_of(store, *request)
+    each = len(blocks(lengths[:1], drawing["trials"], samples))
+
+    def told(before: int) -> Progress | None:
+        return progress and (lambda done, _: progress(before + done, each * len(lengths)))
+
+    parts = [
+        simulate(pair, row, [n], samples=samples, progress=told(i * each), **drawing)
+        for i, (n, row) in enumerate(zip(lengths, best(pair, configurations, lengths, samples=samples), strict=True))
+    ]
+    return Simulation([p.gradients[0] for p in parts], [p.estimates[0] for p in parts], parts[0].sampler)
 
 
 def _numerics(device: str) -> AbstractContextManager[None]:
@@ -326,24 +360,34 @@ def _in_order(
 def _draw_here(
     draw: Callable[[Block], Drawn], keep: Callable[[Block, Drawn], None], todo: list[tuple[int, Block]], workers: int
 ) -> Generator[tuple[int, Drawn]]:
-    """Yield (index, result); an interruption lets running blocks finish and be kept, and starts no others."""
-
-    def run(block: Block) -> Drawn:
-        result = draw(block)
-        keep(block, result)
-        return result
-
+    """Yield (index, result); an interruption stops running blocks, however large, and keeps those that were drawn."""
     if workers <= 1:
         for i, block in todo:
-            yield i, run(block)
+            result = draw(block)
+            keep(block, result)
+            yield i, result
         return
     from concurrent.futures import ThreadPoolExecutor, as_completed
+
+    from klgrad.analysis.processes import Stoppable
+
+    drawing = Stoppable()
+
+    def run(block: Block) -> Drawn:
+        with drawing:
+            result = draw(block)
+        keep(block, result)
+        return result
 
     pool = ThreadPoolExecutor(workers)
     try:
         waiting = {pool.submit(run, block): i for i, block in todo}
         for future in as_completed(waiting):
             yield waiting.pop(future), future.result()
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        drawing.stop()
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from klgrad.analysis.results import is_zero
 from klgrad.synth.configurations import PLACEMENTS, RATIOS, Configuration, parse
-from klgrad.synth.estimators import ESTIMATORS, unknown
-from klgrad.synth.exact import true_gradient
+from klgrad.synth.estimators import BEST, ESTIMATORS, unknown
+from klgrad.synth.exact import gradient_rounding, true_gradient
 from klgrad.synth.moments import moments
 from klgrad.synth.policies import PolicyPair
+from klgrad.zeros import zero_bias, zero_gradient, zero_variance
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,11 +44,14 @@ def check_request(error: float | None, rank: str | None) -> None:
 
 
 def grid(pair: PolicyPair) -> list[Configuration]:
-    """Every estimator x placement x credit x baseline; off-policy each of them without and with each ratio."""
+    """Every estimator x placement x credit x baseline; off-policy each of them without and with each ratio.
+
+    Where a family of estimators is linear in its argument, the one of least variance stands for all of them.
+    """
     ratios = ("",) if pair.on_policy else ("", *(f"+{ratio}-ratio" for ratio in RATIOS[1:]))
     return [
         parse(f"{name}-in-{placement}{credit}{ratio}{baseline}")
-        for name in ESTIMATORS
+        for name in (f"{name}({BEST})" if entry.linear else name for name, entry in ESTIMATORS.items())
         for placement in PLACEMENTS
         for credit in (("",) if placement == "loss" else CREDITS)
         for ratio in ratios
@@ -60,7 +63,7 @@ def unbiased(pair: PolicyPair, candidates: Sequence[Configuration], lengths: Seq
     """The candidates whose exact bias is zero to rounding at every one of the lengths.
 
     A baseline can add a bias and mends none: candidates with one are looked at where it is unbiased without, since an
-    optimal one takes second moments.
+    optimal one takes second moments. With an argument left open a mean is linear in it: unbiased at 0 and 1, always.
 
     Raises:
         ValueError: when there is none.
@@ -74,10 +77,18 @@ def unbiased(pair: PolicyPair, candidates: Sequence[Configuration], lengths: Seq
 
 
 def _without_bias(pair: PolicyPair, candidates: list[Configuration], lengths: Sequence[int]) -> list[Configuration]:
+    members = {
+        c: [replace(c, estimator=c.estimator.family(a)) for a in (0.0, 1.0)] if c.estimator.family else [c]
+        for c in candidates
+    }
+    each = list(dict.fromkeys(member for of in members.values() for member in of))
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        truth, means = true_gradient(pair, lengths), moments(pair, candidates, lengths, covariance="none")
-        norm = np.linalg.norm(truth, axis=1)
-        return [m.configuration for m in means if is_zero(np.linalg.norm(m.mean - truth, axis=1), norm).all()]
+        truth, means = true_gradient(pair, lengths), moments(pair, each, lengths, covariance="none")
+        known = {"gradient_norm": np.linalg.norm(truth, axis=1), "bias_rounding": gradient_rounding(pair, lengths)}
+        fine = {
+            m.configuration for m in means if zero_bias({"bias": np.linalg.norm(m.mean - truth, axis=1), **known}).all()
+        }
+    return [c for c in candidates if fine.issuperset(members[c])]
 
 
 def cost(configuration: Configuration) -> str:
@@ -117,7 +128,11 @@ def extend(
         rows["sequences_for_error"] = _sequences(pair, rows, known, error)
         added.append("sequences_for_error")
     if rank is not None:
-        value = rows[rank].mask(rows[rank] <= _ROUNDING * rows["gradient_norm"] ** 2, 0.0)  # rounding: all alike
+        value = (
+            rows[rank]
+            .mask(zero_variance(rows), 0.0)
+            .clip(lower=rows["variance_rounding"].mask(zero_variance(rows), 0.0))
+        )
         with np.errstate(divide="ignore"):
             rows["rank"] = np.round(np.log(value), 9)
         rows["rank"] = rows.groupby("length")["rank"].rank(method="min", na_option="bottom").astype(int)
@@ -140,7 +155,7 @@ def _sequences(pair: PolicyPair, rows: pd.DataFrame, known: dict[str, Configurat
             n = np.where(group == 0, _all_but_one(pair, rows, known, allowed), n)
         group, least = np.maximum(group, 1.0), np.where(group == 0, 2.0, 1.0)
         n = np.maximum(np.ceil(n * (1 - _ROUNDING) / group) * group, np.maximum(group, least))
-    return np.where(is_zero(norm, 0.0) | ~np.isfinite(variance), np.nan, n)
+    return np.where(zero_gradient(rows) | ~np.isfinite(variance), np.nan, n)
 
 
 def _all_but_one(

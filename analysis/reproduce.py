@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from klgrad.analysis.arithmetic import arithmetic, system
 from klgrad.analysis.montecarlo import CPU, fingerprint
-from klgrad.analysis.results import drawn_on, software, system
+from klgrad.analysis.results import drawn_on, software
+from klgrad.analysis.rounding import rounding
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,12 +54,17 @@ class Difference(NamedTuple):
         rows: how many rows differ.
         largest: the largest difference, relative to the larger value; of biases to the true gradient's norm, of
             ratios and cosines to 1 where they are smaller. Infinite where only one of the two is a number.
+        of_terms: the largest difference, relative to the terms that the number is a sum of (``rounding``); infinite
+            for what is no sum.
+        rounded: whether rounding alone can be the cause of all of them.
     """
 
     source: str
     column: str
     rows: int
     largest: float
+    of_terms: float
+    rounded: bool
 
 
 def request(manifest: Mapping[str, Any]) -> Request:
@@ -121,14 +128,25 @@ def changes(manifest: Mapping[str, Any], pairs: Sequence[PolicyPair]) -> dict[st
     for field, prefix in (("software", ""), ("pairs", "pair ")):
         given = manifest.get(field)
         then |= {prefix + _printable(k): _printable(v) for k, v in given.items()} if isinstance(given, dict) else {}
+    device = drawn_on(manifest["request"])
+    saved = arithmetic_of(manifest)
+    then |= {f"arithmetic of {name}": what for name, what in saved.items()}
+    here = arithmetic(torch=bool(device)) if saved else {}  # older manifests have none
     now = {
         "platform": system(),
-        **drawn_on(manifest["request"]),
+        **device,
+        **{f"arithmetic of {name}": what for name, what in here.items()},
         **software(),
         **{f"pair {pair.name}": fingerprint(pair) for pair in pairs},
     }
     names = dict.fromkeys([*then, *now])
     return {name: (then.get(name), now.get(name)) for name in names if then.get(name) != now.get(name)}
+
+
+def arithmetic_of(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """Which arithmetic made a table; nothing where its manifest is older than that question."""
+    given = manifest.get("arithmetic")
+    return {_printable(k): _printable(v) for k, v in given.items()} if isinstance(given, dict) else {}
 
 
 def _printable(value: Any) -> str:
@@ -147,15 +165,31 @@ def differences(then: pd.DataFrame, now: pd.DataFrame) -> list[Difference]:
         raise ValueError("the saved table has other columns than its request gives: it was changed, or klgrad was")
     if len(then) != len(now) or any(list(then[key]) != list(now[key]) for key in _KEYS):
         raise ValueError("the saved table has other rows than its request gives: it was changed, or klgrad was")
+    known, nothing = rounding(now), np.zeros(len(now))
     found = []
     for source in dict.fromkeys(now["source"]):
         rows = np.asarray(now["source"] == source)
         norm = np.abs(_numbers(now["gradient_norm"][rows]))
-        for column in now.columns:
-            off = _off(list(then[column][rows]), list(now[column][rows]), _floor(str(column), norm))
+        for column in map(str, now.columns):
+            a, b = list(then[column][rows]), list(now[column][rows])
+            off = _off(a, b, _floor(column, norm))
             if off.any():
-                found.append(Difference(str(source), str(column), int((off > 0).sum()), float(off.max())))
+                size, share = (each[rows] for each in known.get(column, (nothing, nothing)))
+                of_terms = _of_terms(a, b, size, off)
+                rounded = bool((of_terms <= share).all())
+                found.append(
+                    Difference(source, column, int((off > 0).sum()), float(off.max()), float(of_terms.max()), rounded)
+                )
     return sorted(found, key=lambda each: -each.largest)
+
+
+def _of_terms(then: Sequence[Any], now: Sequence[Any], size: np.ndarray, off: np.ndarray) -> np.ndarray:
+    """Differences as shares of ``size``; infinite where only one is a number, and where nothing is known of size."""
+    if not size.any():
+        return np.where(off > 0, np.inf, 0.0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found = np.abs(_numbers(then) - _numbers(now)) / size
+    return np.where(off == 0, 0.0, np.where(np.isfinite(found), found, np.inf))
 
 
 def _floor(column: str, gradient_norm: np.ndarray) -> np.ndarray:

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from klgrad.analysis.arithmetic import arithmetic, system
 from klgrad.analysis.montecarlo import CPU, Progress, Simulation, check_counts, fingerprint, identity, simulate
 from klgrad.files import write_together
 from klgrad.synth import exact
 from klgrad.synth.configurations import Configuration, check_names
 from klgrad.synth.moments import Moments, full_fits, moments
 from klgrad.synth.policies import PolicyPair
+from klgrad.zeros import zero_bias, zero_variance
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,12 +33,14 @@ if TYPE_CHECKING:
 COLUMNS = (
     "preset", "configuration", "estimator", "placement", "length", "source",
     "kl", "gradient_norm",
-    "bias", "bias_low", "bias_high", "bias_floor", "bias_debiased", "relative_bias", "scale", "cosine",
-    "variance", "variance_low", "variance_high",
-    "estimate", "estimate_variance", "samples", "trials",
+    "bias", "bias_low", "bias_high", "bias_floor", "bias_debiased", "bias_rounding", "relative_bias", "scale", "cosine",
+    "variance", "variance_low", "variance_high", "variance_rounding",
+    "estimate", "estimate_variance", "estimate_variance_rounding", "samples", "trials",
 )  # fmt: skip
+LATER = ("bias_rounding", "variance_rounding", "estimate_variance_rounding")  # columns that earlier tables lack
 _ZERO = 1e-12  # a mean below this share of the true gradient has no direction
 _FULL_PARAMETERS = 64
+_FEW_DIGITS, _LOG_RATIO_DIGITS = 1e-6, 1e-9  # relative roundings from which numbers are not given without a word
 
 
 @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # what overflows is in the table, and beyond_float64
@@ -63,7 +67,9 @@ def compare(
         exact_only: leave the Monte Carlo out.
 
     Returns:
-        A frame with ``COLUMNS``. Exact rows have floor 0, low = high, and trials 0.
+        A frame with ``COLUMNS``. Exact rows have floor 0, low = high, and trials 0; what double precision leaves
+        open is in ``bias_rounding`` and ``variance_rounding`` (see ``lost_digits``). Of ``NAME(best)`` the column
+        ``estimator`` says which it is at the row's length.
 
     Raises:
         ValueError: for a length out of range, fewer than 2 trials or samples, no configuration, or two estimators of
@@ -77,10 +83,10 @@ def compare(
     check_counts(trials, samples)
     full = full_fits(pair) and pair.policy.parameters <= _FULL_PARAMETERS and not exact_only
     found = moments(pair, configurations, lengths, covariance="full" if full else "trace", samples=samples)
-    truth = exact.true_gradient(pair, lengths)
+    truth, rounding = exact.true_gradient(pair, lengths), exact.gradient_rounding(pair, lengths)
     kls = exact.kl(pair, lengths)
     rows = [
-        _exact_row(_head(pair, m.configuration, lengths[i], kls[i], truth[i]), m, i, truth[i], samples)
+        _exact_row(_head(pair, m, i, lengths[i], kls[i], truth[i], rounding[i]), m, i, truth[i], samples)
         for m in found
         for i in range(len(lengths))
     ]
@@ -90,24 +96,22 @@ def compare(
             trials=trials, samples=samples, seed=seed, workers=workers, device=device, scheduler=scheduler,
             store=store, progress=progress,
         )  # fmt: skip
-        rows += _monte_carlo_rows(pair, found, lengths, kls, truth, drawn, trials, samples)
+        rows += _monte_carlo_rows(pair, found, lengths, kls, truth, rounding, drawn, trials, samples)
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
-def is_zero(bias: Any, gradient_norm: Any) -> Any:
-    """Whether a bias is rounding: floats or arrays alike."""
-    return bias < 1e-9 * gradient_norm + 1e-15
-
-
-def _head(pair: PolicyPair, configuration: Configuration, length: int, kl: float, truth: np.ndarray) -> dict[str, Any]:
+def _head(
+    pair: PolicyPair, m: Moments, i: int, length: int, kl: float, truth: np.ndarray, rounding: float
+) -> dict[str, Any]:
     return {
         "preset": pair.name,
-        "configuration": str(configuration),
-        "estimator": str(configuration.estimator),
-        "placement": configuration.placement,
+        "configuration": str(m.configuration),
+        "estimator": str(m.at(i).estimator),
+        "placement": m.configuration.placement,
         "length": int(length),
         "kl": float(kl),
         "gradient_norm": float(np.linalg.norm(truth)),
+        "bias_rounding": float(rounding),
     }
 
 
@@ -138,7 +142,9 @@ def _exact_row(head: dict[str, Any], m: Moments, i: int, truth: np.ndarray, samp
         "bias": bias, "bias_low": bias, "bias_high": bias, "bias_floor": 0.0, "bias_debiased": bias,
         **_direction(m.mean[i], truth),
         "variance": variance, "variance_low": variance, "variance_high": variance,
+        "variance_rounding": float(m.rounding[i, 0]),
         "estimate": float(m.estimate[i]), "estimate_variance": float(m.estimate_variance[i]),
+        "estimate_variance_rounding": float(m.rounding[i, 1]),
         "samples": samples, "trials": 0,
     }  # fmt: skip
 
@@ -149,6 +155,7 @@ def _monte_carlo_rows(
     lengths: Sequence[int],
     kls: np.ndarray,
     truth: np.ndarray,
+    rounding: np.ndarray,
     drawn: Simulation,
     trials: int,
     samples: int,
@@ -165,18 +172,18 @@ def _monte_carlo_rows(
             value = drawn.estimates[i][:, c]
             noise.append(_noise(m, i, trial, mean - truth[i], samples))
             rows.append({
-                **_head(pair, m.configuration, length, kls[i], truth[i]),
+                **_head(pair, m, i, length, kls[i], truth[i], rounding[i]),
                 "source": "monte_carlo",
                 "bias": bias, "bias_floor": floor,
                 "bias_debiased": float(np.sqrt(max((bias - floor) * (bias + floor), 0.0))),
                 **_direction(mean, truth[i]),
-                "variance": variance,
+                "variance": variance, "variance_rounding": 0.0, "estimate_variance_rounding": 0.0,
                 "estimate": float(value.mean()), "estimate_variance": samples * float(value.var(ddof=1)),
                 "samples": samples, "trials": trials,
             })  # fmt: skip
     trace, square, along, relative = np.array(noise).T
     low, high = bias_interval(np.array([row["bias"] for row in rows]), trace, square, along)
-    low = np.where([is_zero(row["bias"], row["gradient_norm"]) for row in rows], 0.0, low)
+    low = np.where([zero_bias(row) for row in rows], 0.0, low)
     v_low, v_high = variance_interval(np.array([row["variance"] for row in rows]), relative)
     for k, row in enumerate(rows):
         row.update(bias_low=low[k], bias_high=high[k], variance_low=v_low[k], variance_high=v_high[k])
@@ -222,15 +229,23 @@ def software() -> dict[str, str]:
     return found
 
 
-def manifest(command: str, pairs: Sequence[PolicyPair], request: dict[str, Any]) -> dict[str, Any]:
-    """Everything needed to make a table again: versions, platform, request, and a hash of each pair."""
+def manifest(
+    command: str, pairs: Sequence[PolicyPair], request: dict[str, Any], *, torch: bool = False
+) -> dict[str, Any]:
+    """Everything needed to make a table again: versions, platform, arithmetic, request, and a hash of each pair.
+
+    Args:
+        torch: whether torch computed the numbers, also where the request names no device.
+    """
+    device = drawn_on(request)
     return {
         "command": command,
         "request": request,
         "pairs": {pair.name: fingerprint(pair) for pair in pairs},
         "software": software(),
         "platform": system(),
-        **drawn_on(request),
+        "arithmetic": arithmetic(torch=torch or bool(device)),
+        **device,
     }
 
 
@@ -238,11 +253,6 @@ def drawn_on(request: Mapping[str, Any]) -> dict[str, str]:
     """What hardware drew, where it was not the reference on the CPU."""
     device = CPU if request.get("exact_only") else request.get("device", CPU)
     return {} if device == CPU else {"device": identity(device)}
-
-
-def system() -> str:
-    """Operating system and processor, which decide the last digits of exp and log."""
-    return f"{platform.system()} {platform.machine()}"
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -311,6 +321,41 @@ def forget(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):
         folder.parent.rmdir()
+
+
+def lost_digits(pair: PolicyPair, frame: pd.DataFrame) -> list[str]:
+    """Sentences about exact numbers of the pair's table that double precision leaves few digits of.
+
+    A variance is a difference of mean squares and a log-ratio one of log-probs: where they nearly cancel, what is left
+    has no more digits than that.
+    """
+    found = []
+    log_ratio, log_probs = pair.log_ratio[pair.possible], pair.policy.log_probs[pair.possible]
+    distance = float(np.abs(log_ratio).max(initial=0.0))
+    share = float(np.finfo(float).eps * max(1.0, np.abs(log_probs).max(initial=0.0))) / (distance or np.inf)
+    if share > _LOG_RATIO_DIGITS:
+        found.append(
+            f"{pair.name}: policy and reference are at most {distance:.2g} nats apart; a log-ratio, the difference of "
+            f"two log-probs, has {_digits(share)} there, and so has what is made of it"
+        )
+    rows = frame[(frame["source"] == "exact") & ~zero_variance(frame)]
+    open_ = (rows["variance_rounding"] / rows["variance"]).replace(np.inf, np.nan).dropna()
+    worst = open_[open_ > _FEW_DIGITS].sort_values(ascending=False)
+    if len(worst):
+        at = rows.loc[worst.index[0]]
+        others = rows.loc[worst.index, "configuration"].nunique() - 1
+        found.append(
+            f"{at['configuration']}: its variance at T = {at['length']} is a difference of mean squares and has "
+            f"{_digits(worst.iloc[0])}: {at['variance']:.2g}, give or take {at['variance_rounding']:.2g}"
+            + (f" ({others} more like it: see variance_rounding in the table)" if others else "")
+        )
+    return found
+
+
+def _digits(share: float) -> str:
+    """``6 digits``, from a relative rounding."""
+    left = int(max(-np.log10(share), 0.0)) if np.isfinite(share) else 0
+    return "no digit" if left == 0 else f"about {left} digit{'s' if left > 1 else ''}"
 
 
 def beyond_float64(frame: pd.DataFrame) -> list[str]:

@@ -38,7 +38,13 @@ from klgrad.commands.options import json_option
     show_default=True,
     help="Count sequences for this relative error of the gradient.",
 )
-@click.option("--timeout", type=float, default=30.0, show_default=True, help="Seconds that one call may take.")
+@click.option(
+    "--timeout",
+    type=float,
+    default=30.0,
+    show_default=True,
+    help="Seconds that one call may take; where given, also importing it (else 120).",
+)
 @json_option
 @click.option("-q", "--quiet", is_flag=True, help="Only the verdict.")
 @click.option("-v", "--verbose", is_flag=True, help="Also the function's own tracebacks.")

@@ -136,21 +136,32 @@ def compare(
 
 def _bias(row: dict[str, Any]) -> str:
     """An exact bias at rounding level is zero."""
-    from klgrad.analysis.results import is_zero
+    from klgrad.zeros import zero_bias
 
     sure = row["source"] == "exact" and row["bias"] is not None
-    return "0" if sure and is_zero(row["bias"], row["gradient_norm"]) else number(row["bias"])
+    return "0" if sure and zero_bias(row) else number(row["bias"])
 
 
 def _interval(row: dict[str, Any], of: str) -> str:
     return f"[{number(row[f'{of}_low'], 3)}, {number(row[f'{of}_high'], 3)}]"
 
 
+def _named(row: dict[str, Any]) -> str:
+    """The configuration, with the value that was found for an argument left open."""
+    from klgrad.synth.estimators import BEST
+
+    found = row["estimator"].partition("(")[2].rstrip(")")
+    opened = f"({BEST})" in row["configuration"]
+    return row["configuration"].replace(BEST, f"{BEST} = {float(found):.4g}", 1) if opened else row["configuration"]
+
+
 def _cells(row: dict[str, Any]) -> list[tuple[str, str]]:
     """(header, text) of one row; exact rows have neither interval nor floor."""
+    from klgrad.zeros import zero_variance
+
     sampled, bias = row["source"] != "exact", _bias(row)
     cells = [
-        ("configuration", row["configuration"]),
+        ("configuration", _named(row)),
         ("T", str(row["length"])),
         ("source", row["source"].replace("_", " ")),
         ("bias", bias),
@@ -158,7 +169,7 @@ def _cells(row: dict[str, Any]) -> list[tuple[str, str]]:
         ("floor", number(row["bias_floor"], 2) if sampled else ""),
         ("relative", "0" if bias == "0" else number(row["relative_bias"], 3)),
         ("cosine", number(row["cosine"])),
-        ("variance", number(row["variance"])),
+        ("variance", "0" if not sampled and zero_variance(row) else number(row["variance"])),
         ("95 % interval", _interval(row, "variance") if sampled else ""),
         ("KL estimate", number(row["estimate"])),
     ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import click
@@ -19,23 +20,32 @@ def notes(sentences: Iterable[str], quiet: bool) -> None:
 
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
     """A table on standard output, its first ``left`` columns flush left; off a terminal lines are not wrapped."""
+    if not sys.stdout.isatty():
+        click.echo("\n".join([title, *_lines([header, *rows], left)]))
+        return
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
     for i, name in enumerate(header):
-        table.add_column(
-            name, justify="left" if i < left else "right", overflow="fold", no_wrap=not sys.stdout.isatty()
-        )
+        table.add_column(name, justify="left" if i < left else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 1000, emoji=False)
-    if sys.stdout.isatty():
-        console.print(table)
-    else:
-        with console.capture() as captured:
-            console.print(table)
-        click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    Console(highlight=False, markup=False, emoji=False).print(table)
+
+
+def _lines(rows: Sequence[Sequence[str]], left: int) -> Iterator[str]:
+    """Plain ones, in a time that a table of many rows allows; a cell may have several."""
+    from rich.cells import cell_len
+    from rich.control import strip_control_codes
+
+    split = [[strip_control_codes(cell).split("\n") for cell in row] for row in rows]
+    widths = [max(cell_len(line) for cell in column for line in cell) for column in zip(*split, strict=True)]
+    for row in split:
+        for cells in zip_longest(*row, fillvalue=""):
+            gaps = [" " * (width - cell_len(cell)) for cell, width in zip(cells, widths, strict=True)]
+            parts = (c + gap if i < left else gap + c for i, (c, gap) in enumerate(zip(cells, gaps, strict=True)))
+            yield "  ".join(parts).rstrip()
 
 
 def number(value: float | None, digits: int = 4) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from klgrad.commands.display import Progress, dump, notes, number, table
-from klgrad.commands.folders import STORE, resumable
+from klgrad.commands.folders import STORE, present, resumable, told
 from klgrad.commands.options import grouped, json_option, out_option, scheduler_option, workers_of
 from klgrad.commands.training import DEFAULT_CONFIGS, Numbers, Training, beta_option, learning_rate_option, task_options
 
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from klgrad.analysis.dynamics.recipes import Run
 
 SHOWN = 100  # steps kept of each run, about
+ENOUGH = 5  # runs whose range says something
+SUMMARISED = {
+    "objective": "J", "gap": "J* - J", "reward": "E[R]", "kl": "KL", "forward_kl": "forward KL", "entropy": "entropy",
+    "out_of_domain": "other reward", "cosine": "cosine",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -140,8 +145,8 @@ def dynamics(
     chosen = range(seed, seed + (1 if expected else seeds))  # expected updates have no noise to repeat
     grid = product(recipe.algorithms(), learning_rate or (training.learning_rate,), beta or (training.beta,), names)
     runs = list(dict.fromkeys(Run(name, b, r, a, s) for a, r, b, name in grid for s in chosen))
-    notes(_cautions(runs), quiet or as_json)
-    store = out / STORE
+    notes(_cautions(runs) + _few(0 if expected else seeds), quiet or as_json)
+    store, there = out / STORE, present(out)
     with resumable(store):
         with Progress(family.task.pair.name, quiet or as_json) as progress:
             frame = study(
@@ -161,7 +166,7 @@ def dynamics(
         dump(results.records(ends))
     elif not quiet:
         _show(frame, ends, steps)
-        click.echo(f"wrote {', '.join(written)}")
+        click.echo(told(written, there))
 
 
 def _cautions(runs: list[Run]) -> list[str]:
@@ -183,8 +188,19 @@ def _cautions(runs: list[Run]) -> list[str]:
     return found
 
 
-def _draw(frame: pd.DataFrame, ends: pd.DataFrame, out: Path) -> list[str]:
-    """Save the figures; the names of all files."""
+def _few(seeds: int) -> list[str]:
+    """What too few sampled runs cannot tell; 0 for expected updates, which have no noise."""
+    if not 0 < seeds < ENOUGH:
+        return []
+    runs = "one run" if seeds == 1 else f"{seeds} runs"
+    return [
+        f"{runs} of each setting: noisy training amplifies rounding, so that another CPU may end elsewhere; "
+        f"--seeds {ENOUGH} or more show the spread"
+    ]
+
+
+def _draw(frame: pd.DataFrame, ends: pd.DataFrame, out: Path) -> list[Path]:
+    """Save the figures; all files."""
     from klgrad.figures import save_figure, staleness, training_curves
 
     save_figure(training_curves(frame), out / "dynamics")
@@ -192,37 +208,41 @@ def _draw(frame: pd.DataFrame, ends: pd.DataFrame, out: Path) -> list[str]:
     if ends["staleness"].nunique() > 1:
         save_figure(staleness(ends), out / "dynamics-staleness")
         stems.append("dynamics-staleness")
-    pictures = [str(out / f"{stem}.{kind}") for stem in stems for kind in ("png", "pdf")]
-    return [*pictures, str(out / "dynamics.csv"), str(out / "dynamics.json")]
+    pictures = [out / f"{stem}.{kind}" for stem in stems for kind in ("png", "pdf")]
+    return [*pictures, out / "dynamics.csv", out / "dynamics.json"]
 
 
 def _show(frame: pd.DataFrame, ends: pd.DataFrame, steps: int) -> None:
+    """Medians over seeds, each measure's range below its median."""
     from klgrad.analysis.results import records
 
     varied = [name for name in ("beta", "learning_rate", "ratio", "staleness") if ends[name].nunique() > 1]
-    header = ["configuration", *(name.replace("_", " ") for name in varied), "J", "over seeds", "J* - J", "E[R]", "KL"]
-    header += ["forward KL", "entropy", "other reward", "cosine", "collapsed"]
+    header = ["configuration", *(name.replace("_", " ") for name in varied), *SUMMARISED.values(), "collapsed"]
     rows = []
     for row in records(ends):
         gone = f"{row['collapses']} of {row['seeds']}, first at step {row['collapse_step']}: {row['cause']}"
-        span = f"[{number(row['objective_low'])}, {number(row['objective_high'])}]" if row["seeds"] > 1 else ""
         rows.append((
             row["configuration"], *(f"{row[name]:g}" if name != "ratio" else row[name] for name in varied),
-            number(row["objective"]), span,
-            *(number(row[name]) for name in ("gap", "reward", "kl", "forward_kl", "entropy", "out_of_domain")),
-            number(row["cosine"], 2), gone if row["collapses"] else "no",
+            *(_over_seeds(row, name) for name in SUMMARISED), gone if row["collapses"] else "no",
         ))  # fmt: skip
-    same = ends.iloc[0]
-    fixed = ", ".join(
-        f"{name.replace('_', ' ')} {same[name]:g}" for name in ("beta", "learning_rate") if name not in varied
-    )
-    source = (
-        "expected updates"
-        if same["source"] == "expected"
-        else f"{same['advantage']}, {same['samples']} sequences a step"
-    )
-    title = f"{same['task']} after {steps} steps of {source}" + (f", {fixed}" if fixed else "")
-    table(title, header, rows)
+    table(_title(ends, steps, varied), header, rows)
     identity = (frame["gap"] - frame["beta"] * frame["kl_to_optimum"]).abs().max()
     if identity == identity:  # there is no optimum to be compared with where beta is 0 throughout
         click.echo(f"J* - J = beta KL(pi || pi*) held to {identity:.1g} at every step kept")
+
+
+def _title(ends: pd.DataFrame, steps: int, varied: list[str]) -> str:
+    same = ends.iloc[0]
+    fixed = [f"{name.replace('_', ' ')} {same[name]:g}" for name in ("beta", "learning_rate") if name not in varied]
+    source = f"{same['advantage']}, {same['samples']} sequences a step"
+    source = "expected updates" if same["source"] == "expected" else source
+    seeds = [f"median and range over {same['seeds']} seeds"] if same["seeds"] > 1 else []
+    return ", ".join([f"{same['task']} after {steps} steps of {source}", *fixed, *seeds])
+
+
+def _over_seeds(row: dict[str, Any], name: str) -> str:
+    """The median, and below it the range where there is more than one run."""
+    if row["seeds"] == 1 or row[name] is None:
+        return number(row[name])
+    low, high = (number(row[f"{name}_{end}"], 3) for end in ("low", "high"))
+    return f"{number(row[name])}\n[{low}, {high}]"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from klgrad.commands.display import dump, number, table
-from klgrad.commands.options import Source, json_option, lengths_of, lengths_option, pair_of, pair_options
+from klgrad.commands.options import Source, check_rows, json_option, lengths_of, lengths_option, pair_of, pair_options
 
 
 @click.command(short_help="Exact KL, entropy and true gradient of a pair.")
@@ -20,6 +20,7 @@ def exact(source: Source, lengths: list[int] | None, as_json: bool) -> None:
     from klgrad.synth import exact as engine
 
     wanted = lengths_of(lengths, source)
+    check_rows(wanted)
     pair = pair_of(source, max(wanted))
     gradient = engine.true_gradient(pair, wanted)
     columns = {

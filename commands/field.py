@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from klgrad.commands.display import Progress, dump, number, table
-from klgrad.commands.folders import held
+from klgrad.commands.folders import held, present, told
 from klgrad.commands.options import Lengths, json_option
 from klgrad.commands.training import Training, beta_option, config_option, parsed, task_options
 
@@ -64,6 +64,7 @@ def field(
         raise ValueError(f"beta = {min(betas):g} must be positive: without a penalty there is no end to compare")
     if longest <= 0:
         raise ValueError(f"longest = {longest:g} must be positive")
+    there = present(out)
     with held(out):
         with Progress(family.task.pair.name, quiet or as_json) as progress:
             ends = ends_table(
@@ -79,7 +80,7 @@ def field(
         if out is not None:
             written = _save(out, family, configurations, ends, curls, training, quiet or as_json)
             if not (quiet or as_json):
-                click.echo(f"wrote {', '.join(map(str, written))}")
+                click.echo(told(written, there))
 
 
 def _save(

@@ -8,10 +8,22 @@ from typing import TYPE_CHECKING
 from klgrad.files import sole_use
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
 STORE = ".klgrad-blocks"  # below --out: finished blocks
+
+
+def present(folder: Path | None) -> frozenset[Path]:
+    """What is in the folder before a command writes to it, for ``told``."""
+    return frozenset(folder.iterdir()) if folder is not None and folder.is_dir() else frozenset()
+
+
+def told(files: Iterable[Path], there: frozenset[Path]) -> str:
+    """What was written, and which of it took the place of what was there: ``wrote a; replaced b, c``."""
+    files = list(files)
+    parts = {"wrote": [f for f in files if f not in there], "replaced": [f for f in files if f in there]}
+    return "; ".join(f"{word} {', '.join(map(str, named))}" for word, named in parts.items() if named)
 
 
 @contextmanager

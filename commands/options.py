@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 DEFAULT = tuple(f"{name}-in-{placement}" for name in ("k1", "k3") for placement in ("reward", "loss", "both"))
 DEFAULT_PRESET = "near"
 MAX_LENGTH = 1_000_000
+MAX_ROWS = 100_000  # of a table: seconds to make and to print, and more than anybody reads
 
 Command = Callable[..., Any]
 
@@ -216,6 +217,22 @@ def lengths_of(lengths: list[int] | None, source: Source) -> list[int]:
         return lengths
     known = source.pair is None and source.preset_name in PRESETS
     return list(PRESETS[source.preset_name].lengths) if known else list(range(5, 21))
+
+
+def check_rows(lengths: Sequence[int], configurations: int = 1) -> None:
+    """Refuse a table that would take minutes to make and gigabytes to hold, before any work.
+
+    Raises:
+        ValueError: for more than ``MAX_ROWS``, with lengths that fit.
+    """
+    rows = len(lengths) * configurations
+    if rows > MAX_ROWS:
+        step = -(-rows // MAX_ROWS) * max(1, (lengths[-1] - lengths[0]) // max(1, len(lengths) - 1))
+        asked = f"{len(lengths):,} lengths" + (f" of {configurations} configurations" if configurations > 1 else "")
+        raise ValueError(
+            f"{asked} are {rows:,} rows, past the limit of {MAX_ROWS:,}: take steps, such as "
+            f"--lengths {lengths[0]}:{lengths[-1]}:{step}"
+        )
 
 
 def configurations_of(names: Sequence[str], pairs: Sequence[PolicyPair], quiet: bool) -> list[Configuration]:

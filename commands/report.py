@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from klgrad.commands.display import count, notes, number
-from klgrad.commands.folders import held
+from klgrad.commands.folders import held, present, told
 from klgrad.commands.growth import GROWTH_LENGTHS
 from klgrad.commands.options import (
     Drawing,
@@ -65,6 +65,7 @@ def report(
 
     wanted = lengths_of(lengths, source)
     pair = pair_of(source, max(wanted))
+    there = present(out)
     with held(out):
         frame = sweep("report", [source], [wanted], configs, drawing, None, exact_only=exact_only)
         request = {
@@ -84,7 +85,7 @@ def report(
         html = page(f"KL gradients on the pair {pair.name}", [s for s in sections if s[1]], STYLE)
         write_whole(out / "report.html", html.encode())
     if not drawing.quiet:
-        click.echo(f"wrote {out / 'report.html'}")
+        click.echo(told([out / "report.html"], there))
 
 
 def _summary(pair: PolicyPair, lengths: list[int], exact_only: bool) -> str:
@@ -109,8 +110,9 @@ def _summary(pair: PolicyPair, lengths: list[int], exact_only: bool) -> str:
 
 def _advice(pair: PolicyPair, length: int, samples: int) -> str:
     from klgrad.analysis.advice import ERROR, GOALS, SHOWN, advise
-    from klgrad.analysis.results import is_zero, records
+    from klgrad.analysis.results import records
     from klgrad.figures import table
+    from klgrad.zeros import zero_bias
 
     found = records(advise(pair, length, samples=samples))
     out = [
@@ -125,7 +127,7 @@ def _advice(pair: PolicyPair, length: int, samples: int) -> str:
                 row["configuration"],
                 row["descends"],
                 row["cost"],
-                "0" if is_zero(row["bias"], row["gradient_norm"]) else number(row["relative_bias"], 3),
+                "0" if zero_bias(row) else number(row["relative_bias"], 3),
                 number(row["variance"]),
                 *([] if goal == "avoid" else [count(row["sequences_for_error"])]),
             ]

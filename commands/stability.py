@@ -97,16 +97,18 @@ def _judge(
         )
         row["simulated_kl"] = float(np.mean(drawn.distance))
         row["simulated_kl_median"] = float(np.median(drawn.distance))
+        row["simulated_kl_low"], row["simulated_kl_high"] = (float(end(drawn.distance)) for end in (np.min, np.max))
     return row
 
 
 def _show(name: str, rows: list[dict[str, Any]], runs: int, steps: int) -> None:
     header = ["configuration", "beta", "rate", "N", "verdict", "growth", "KL", "critical rate"]
-    header += [f"simulated KL, {runs} runs", "median"] if runs else []
+    header += [f"simulated KL, {runs} runs", "median", "range"] if runs else []
     header += ["because"]
     shown = []
     for row in rows:
-        simulated = [number(row["simulated_kl"], 3), number(row["simulated_kl_median"], 3)] if runs else []
+        kl = {end: number(row[f"simulated_kl{end}"], 3) for end in ("", "_median", "_low", "_high")} if runs else {}
+        simulated = [kl[""], kl["_median"], f"[{kl['_low']}, {kl['_high']}]"] if runs else []
         shown.append((
             row["configuration"], f"{row['beta']:g}", f"{row['learning_rate']:g}", str(row["samples"]),
             row["verdict"].upper(), number(row["growth"]), number(row["expected_kl"], 3),

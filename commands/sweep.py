@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from klgrad.commands.display import Progress, notes
-from klgrad.commands.folders import STORE, resumable
-from klgrad.commands.options import Drawing, Source, configurations_of, lengths_of, pair_of
+from klgrad.commands.folders import STORE, present, resumable, told
+from klgrad.commands.options import Drawing, Source, check_rows, configurations_of, lengths_of, pair_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -55,6 +55,9 @@ def sweep(
     wanted = [lengths_of(each, source) for each, source in zip(lengths, sources, strict=True)]
     pairs = [pair_of(source, max(each)) for source, each in zip(sources, wanted, strict=True)]
     configurations = configurations_of(configs, pairs, drawing.quiet)
+    for each in wanted:
+        check_rows(each, len(configurations))
+    there = present(out)
     store = None if out is None else out / STORE
     frames = []
     with resumable(store):
@@ -65,6 +68,7 @@ def sweep(
                     exact_only=exact_only, workers=drawing.threads, scheduler=drawing.scheduler, store=store,
                     progress=progress, **drawing.request,
                 )  # fmt: skip
+            notes(results.lost_digits(pair, table), drawing.quiet)
             frames.append(extend(pair, table) if extend else table)
         frame = pd.concat(frames, ignore_index=True)
         notes((f"{c}: beyond double precision on this pair" for c in results.beyond_float64(frame)), drawing.quiet)
@@ -74,9 +78,11 @@ def sweep(
             results.save(frame, results.manifest(f"klgrad {command}", pairs, request), out / command)
             for pair in pairs:  # only now: until here an interruption loses nothing
                 results.forget(store_of(store, pair, configurations, **drawing.request))
+            files = [out / f"{command}.{kind}" for kind in (("png", "pdf") if draw else ()) + ("csv", "json")]
             if draw and not drawing.quiet:
-                written = ", ".join(str(out / f"{command}.{kind}") for kind in ("png", "pdf", "csv", "json"))
-                click.echo("\n".join(filter(None, [caption, f"wrote {written}"])))
+                click.echo("\n".join(filter(None, [caption, told(files, there)])))
+            elif there.intersection(files):  # the table itself is what is printed
+                notes([told(files, there)], drawing.quiet)
     return frame
 
 

@@ -25,7 +25,7 @@ _SQUARE = 1.75  # inches: height of one row of panels
 
 
 def training_curves(frame: pd.DataFrame) -> Figure:
-    """Exact measures against steps, after the paper's Figures 2, 3, 5 and 12: a line a configuration, seeds as bands.
+    """Exact measures against steps, after the paper's Figures 2, 3, 5 and 12: medians as lines, seeds as bands.
 
     Rows of panels are measures; columns are the values of beta, staleness or learning rate, the first that varies.
     A cross marks where a run left the finite.
@@ -64,7 +64,7 @@ def _curves(axes: Axes, rows: pd.DataFrame, name: str, found: dict[str, Look]) -
         if mine.empty:
             continue
         by_step = mine.groupby("step")[name]
-        middle, low, high = by_step.mean(), by_step.min(), by_step.max()
+        middle, low, high = by_step.median(), by_step.min(), by_step.max()
         steps = middle.index.to_numpy(float)
         shown = max(1, len(steps) // 6)
         axes.fill_between(steps, low, high, color=look.colour, alpha=0.15, linewidth=0)
@@ -239,7 +239,7 @@ def _plane(axes: Axes, rows: pd.DataFrame, look: Look) -> None:
 
 
 def staleness(frame: pd.DataFrame) -> Figure:
-    """J at the end against staleness: a line a configuration, the range over seeds as bars, crosses for collapses.
+    """J at the end against staleness: a line through medians, the range over seeds as bars, crosses for collapses.
 
     Args:
         frame: ``analysis.dynamics.runs.summary``.

@@ -25,6 +25,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 from matplotlib.transforms import blended_transform_factory
 
 from klgrad.files import write_together
+from klgrad.zeros import zero_bias, zero_variance
 
 WIDTH = 7.0  # inches: two columns of a paper
 STYLE: dict[str, Any] = {
@@ -63,7 +64,6 @@ _VARIANTS: tuple[tuple[Any, str], ...] = (
     ((0, (2.4, 2.4)), ">"),
 )
 _TEXT = ("preset", "configuration", "estimator", "placement", "source")
-_ZERO = {"bias": (1e-9, 1, 1e-15), "variance": (1e-12, 2, 1e-30)}  # share of |gradient| to a power, and absolute
 
 
 @contextmanager
@@ -145,9 +145,9 @@ def _shade(colour: str, repeat: int) -> str:
 
 
 def is_zero(rows: pd.DataFrame, quantity: str) -> pd.Series[bool]:
-    """Which values of ``bias`` or ``variance`` are zero to rounding: measured by the size of the true gradient."""
-    share, power, absolute = _ZERO[quantity]
-    return rows[quantity] <= share * rows["gradient_norm"].fillna(0.0) ** power + absolute
+    """Which values of ``bias`` or ``variance`` are zero to rounding."""
+    found = {"bias": zero_bias, "variance": zero_variance}[quantity](rows)
+    return pd.Series(found, rows.index)
 
 
 def log_axis(axes: Axes, values: Sequence[float], zeros: Sequence[str]) -> dict[str, float]:

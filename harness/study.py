@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -143,15 +142,12 @@ def run(
 
 def _in_processes(cells: Sequence[Cell], base: Recipe, out: Path, processes: int) -> Generator[str]:
     """Yield the runs' names as they are done."""
-    pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
-    try:
-        waiting = [pool.submit(_run, cell, base, out / cell.name) for cell in cells]
-        for future in as_completed(waiting):
-            yield future.result()
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
-    pool.shutdown()
+    from klgrad.analysis.processes import in_processes
+
+    runs = [partial(_run, cell, base, out / cell.name) for cell in cells]
+    with closing(in_processes(runs, processes)) as done:
+        for _, name in done:
+            yield name
 
 
 class Away(NamedTuple):

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from klgrad.synth.policies import PolicyPair, _difference
+from klgrad.synth.estimators import relative_entropies
+from klgrad.synth.policies import PolicyPair
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 
 _FEW_CONTEXTS = 64  # up to which contexts move by one matrix
+_ROUNDINGS = 8  # of a log-prob: its logits', the softmax's, the ratio's, each times the token's probability
 _MOST_VISITS = 1 << 27  # entries of the true gradient's two tables over time and contexts
 
 
@@ -83,20 +85,26 @@ def _expected_sum(pair: PolicyPair, lengths: Sequence[int], log_probs: np.ndarra
     return np.where((seen[:, infinite] > 0).any(axis=1), np.inf, total)
 
 
-def _kl_rows(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """``[S]`` KL(p || q) of each row; +inf where q lacks a token that p emits."""
+def kl_rows(p: Float[np.ndarray, "S V"], q: Float[np.ndarray, "S V"]) -> Float[np.ndarray, " S"]:
+    """``[S]`` KL(p || q) of each row of log-probs, never negative; +inf where q lacks a token that p emits."""
     missing = ((p > -np.inf) & (q == -np.inf)).any(axis=1)
-    return np.where(missing, np.inf, (np.exp(p) * _difference(p, q)).sum(axis=1))
+    return np.where(missing, np.inf, relative_entropies(p, np.where(missing[:, None], p, q)).sum(axis=1))
+
+
+def _kl_to_go_rows(pair: PolicyPair) -> np.ndarray:
+    """``[S]`` the next token's KL; 0 in contexts that emit none or that the policy cannot reach."""
+    rows = kl_rows(pair.policy.log_probs, pair.reference)
+    return np.where(pair.automaton.alive & np.isfinite(rows), rows, 0.0)
 
 
 def kl(pair: PolicyPair, lengths: Sequence[int]) -> Float[np.ndarray, " L"]:
     """``[L]`` sequence-level reverse KL(pi || pi_ref), the target (paper, section 1) [B1]."""
-    return _expected_sum(pair, lengths, pair.policy.log_probs, _kl_rows(pair.policy.log_probs, pair.reference))
+    return _expected_sum(pair, lengths, pair.policy.log_probs, kl_rows(pair.policy.log_probs, pair.reference))
 
 
 def forward_kl(pair: PolicyPair, lengths: Sequence[int]) -> Float[np.ndarray, " L"]:
     """``[L]`` sequence-level KL(pi_ref || pi); +inf where the policy lacks a token that the reference emits."""
-    return _expected_sum(pair, lengths, pair.reference, _kl_rows(pair.reference, pair.policy.log_probs))
+    return _expected_sum(pair, lengths, pair.reference, kl_rows(pair.reference, pair.policy.log_probs))
 
 
 def entropy(pair: PolicyPair, lengths: Sequence[int]) -> Float[np.ndarray, " L"]:
@@ -116,9 +124,11 @@ def values(pair: PolicyPair, length: int) -> tuple[Float[np.ndarray, "T1 S"], Fl
     probs = _probs(pair.policy.log_probs, pair.automaton.alive)
     v = np.zeros((length + 1, pair.automaton.contexts))
     q = np.zeros((length, *pair.automaton.next_context.shape))
+    own = _kl_to_go_rows(pair)  # sum_v pi delta would lose it near the reference
     for k in range(length):
-        q[k] = (pair.log_ratio + v[k][pair.automaton.next_context]) * pair.automaton.alive[:, None]
-        v[k + 1] = (probs * q[k]).sum(axis=1)
+        later = v[k][pair.automaton.next_context]
+        q[k] = (pair.log_ratio + later) * pair.automaton.alive[:, None]
+        v[k + 1] = own + (probs * later).sum(axis=1)
     return v, q
 
 
@@ -131,6 +141,30 @@ def true_gradient(pair: PolicyPair, lengths: Sequence[int]) -> Float[np.ndarray,
     Raises:
         ValueError: for a length out of range, or more contexts over time than memory holds.
     """
+    weighted = np.exp(pair.policy.log_probs) * pair.automaton.alive[:, None]
+    return _paid_ahead(pair, lengths, pair.log_ratio, _kl_to_go_rows(pair), weighted[..., None] * pair.policy.scores)
+
+
+def gradient_rounding(pair: PolicyPair, lengths: Sequence[int]) -> Float[np.ndarray, " L"]:
+    """``[L]`` how far rounding of the log-probs alone can move a gradient that should be the true one, as a norm.
+
+    A log-ratio is off by eps times the two log-probs it is the difference of; the same sums as for the true gradient,
+    all terms positive, carry that on.
+    """
+    policy, reference = (np.where(p > -np.inf, np.abs(p), 0.0) for p in (pair.policy.log_probs, pair.reference))
+    probs = np.exp(pair.policy.log_probs) * pair.automaton.alive[:, None]
+    off = _ROUNDINGS * np.finfo(float).eps * (policy + reference)
+    ahead = _paid_ahead(pair, lengths, off, (probs * off).sum(axis=1), probs[..., None] * np.abs(pair.policy.scores))
+    return np.asarray(np.linalg.norm(ahead, axis=1))
+
+
+def _paid_ahead(
+    pair: PolicyPair, lengths: Sequence[int], own: np.ndarray, rows: np.ndarray, weighted: np.ndarray
+) -> np.ndarray:
+    """``[L, d]`` sum over tokens of visits x weighted [S, V, d] x (``own [S, V]`` and what the tokens after it pay).
+
+    ``rows [S]`` is what a context pays on average.
+    """
     wanted = check_lengths(pair, lengths)
     automaton, longest = pair.automaton, int(wanted.max())
     if longest * automaton.contexts > _MOST_VISITS:
@@ -140,14 +174,13 @@ def true_gradient(pair: PolicyPair, lengths: Sequence[int]) -> Float[np.ndarray,
         )
     probs = _probs(pair.policy.log_probs, automaton.alive)
     mass = np.zeros((longest, automaton.contexts))
-    to_go = np.zeros((longest, automaton.contexts))  # KL-to-go with k tokens left
+    to_go = np.zeros((longest, automaton.contexts))  # paid with k tokens left
     mass[0, automaton.start] = 1.0
     few = automaton.contexts <= _FEW_CONTEXTS
-    move, kl = _transitions(pair, probs) if few else np.zeros((0, 0)), (probs * pair.log_ratio).sum(axis=1)
+    move = _transitions(pair, probs) if few else np.zeros((0, 0))
     for t in range(1, longest):
         mass[t] = mass[t - 1] @ move if few else _forward(pair, probs, mass[t - 1])
-        to_go[t] = kl + (move @ to_go[t - 1] if few else (probs * to_go[t - 1][automaton.next_context]).sum(axis=1))
-    weighted = probs[..., None] * pair.policy.scores
+        to_go[t] = rows + (move @ to_go[t - 1] if few else (probs * to_go[t - 1][automaton.next_context]).sum(axis=1))
     out = np.empty((len(wanted), pair.policy.parameters))
     for i, length in enumerate(wanted):
         # pairs of (context, successor) in one matrix product over time, then spread over tokens
@@ -156,7 +189,7 @@ def true_gradient(pair: PolicyPair, lengths: Sequence[int]) -> Float[np.ndarray,
             future = np.take_along_axis(joint, automaton.next_context, axis=1)
         else:
             future = sum(mass[t][:, None] * to_go[length - 1 - t][automaton.next_context] for t in range(length))
-        q = mass[:length].sum(axis=0)[:, None] * pair.log_ratio + future
+        q = mass[:length].sum(axis=0)[:, None] * own + future
         out[i] = np.tensordot(q, weighted, axes=2)
     return out
 
@@ -175,7 +208,11 @@ def token_forward_gradient(pair: PolicyPair, lengths: Sequence[int]) -> Float[np
     Sum over tokens that the policy can emit of -pi_ref(v|s) score(s, v): mass of the reference that the policy
     cannot reach is never sampled, and so is missing here as it is from k3-in-loss.
     """
-    return _local(pair, lengths, -np.exp(pair.reference) * (pair.policy.log_probs > -np.inf))
+    # scores average to zero under the policy: pi - pi_ref = pi (1 - r) does not lose the difference near the reference
+    delta, p = pair.log_ratio, np.exp(pair.policy.log_probs)
+    near = p * -np.expm1(-np.maximum(delta, -1.0))
+    weight = np.where(delta < -1.0, p - np.exp(pair.reference), near)
+    return _local(pair, lengths, np.where(pair.policy.log_probs > -np.inf, weight, 0.0))
 
 
 def future_gradient(pair: PolicyPair, lengths: Sequence[int]) -> Float[np.ndarray, "L d"]:

@@ -10,7 +10,7 @@ Shapes: L lengths asked for, d parameters.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,13 +19,14 @@ from klgrad.synth.configurations import Configuration
 from klgrad.synth.exact import check_lengths
 from klgrad.synth.policies import PolicyPair
 from klgrad.synth.products import Product, propagate
-from klgrad.synth.rows import ONE, Row, Rows
+from klgrad.synth.rows import ONE, Row, Rows, slope_at_reference
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 COVARIANCES = ("none", "trace", "diagonal", "full")
 _FULL_ENTRIES = 1 << 20  # S x V x d^2 up to which d x d blocks are carried
+_EPSILON = 16 * np.finfo(float).eps  # of a second moment: a few roundings a token, which add up as their root
 _ROUNDING = 1e-12  # a variance below this share of the second moment is none
 
 
@@ -40,7 +41,10 @@ class Moments:
             diagonal, ``[L, d, d]`` whole, or ``None`` where not asked for.
         estimate: ``[L]`` expected KL value estimate, sum_t lambda_t c_t / D.
         estimate_variance: ``[L]`` its variance for one sequence; NaN where no covariance was asked for.
+        rounding: ``[L, 2]`` what double precision leaves open of the covariance's trace and of the estimate's variance:
+            both are differences, and keep no digit where they are as small.
         baseline: ``[L, d]`` the constant b (for leave-one-out, the value it estimates: E[C]).
+        found: at each length the configuration that ``NAME(best)`` stands for; ``None`` where nothing was open.
     """
 
     configuration: Configuration
@@ -48,34 +52,50 @@ class Moments:
     covariance: Float[np.ndarray, "L ..."] | None
     estimate: Float[np.ndarray, " L"]
     estimate_variance: Float[np.ndarray, " L"]
+    rounding: Float[np.ndarray, "L 2"]
     baseline: Float[np.ndarray, "L d"]
+    found: tuple[Configuration, ...] | None = None
+
+    def at(self, i: int) -> Configuration:
+        """The configuration at the i-th length, with every argument a number."""
+        return self.configuration if self.found is None else self.found[i]
 
 
 class Plan(NamedTuple):
-    """One configuration's functionals: rows of X (g at b = 0), of Y, of C and of the estimate, and powers of 1/|y|."""
+    """One configuration's functionals: rows of X (g at b = 0), of Y, of C, of the estimate and of its mean.
+
+    ``centred`` is X - ``shift`` Y, with the slope at the reference taken off every token's: near the reference it is
+    what is left of X beside noise of no mean. ``vanishing`` says that Y has none. ``power`` is that of 1/|y|.
+    """
 
     configuration: Configuration
     x: tuple[Row, ...]
+    centred: tuple[Row, ...]
+    shift: float
+    vanishing: bool
     y: Row | None
     c: Row | None
     estimate: Row
+    expected: Row
     power: int
 
 
 def plan_of(rows: Rows, configuration: Configuration) -> Plan:
     """The rows that a configuration's gradient, baseline and estimate are made of."""
-    x, merged = [], rows.merges(configuration)
-    if configuration.in_reward:
-        x.append(rows.reward(configuration, merged=merged))
-    if configuration.in_loss and not merged:
-        x.append(rows.loss(configuration))
-    needs_c = configuration.baseline in ("mean", "loo")
+    vanishing = rows.scores_vanish(configuration)
+    optimal, needs_c = configuration.baseline.startswith("optimal"), configuration.baseline in ("mean", "loo")
+    shift = slope_at_reference(configuration) if configuration.in_loss and (vanishing or optimal) else 0.0
+    x = rows.parts(configuration, shift if optimal else 0.0)
     return Plan(
         configuration,
-        tuple(x),
+        x,
+        x if optimal or not shift else rows.parts(configuration, shift),
+        shift,
+        vanishing,
         rows.scores(configuration.ratio) if configuration.baseline != "none" else None,
         rows.values(configuration) if needs_c else None,
         rows.estimate(configuration),
+        rows.expected_estimate(configuration),
         int(configuration.aggregation == "length-mean"),
     )
 
@@ -84,10 +104,10 @@ def _asked(plan: Plan, *, second: bool) -> Iterator[Product]:
     """The products that the plan needs reported."""
     k = plan.power
     vectors = (*plan.x, *((plan.y,) if plan.y else ()))
-    yield plan.estimate, ONE, k
+    yield plan.expected, ONE, k
     if second:
         yield plan.estimate, plan.estimate, 2 * k
-    for row in vectors:
+    for row in (*plan.centred, *((plan.y,) if plan.y and not plan.vanishing else ())):
         yield row, ONE, k
     if plan.c:
         yield plan.c, ONE, 0
@@ -107,7 +127,8 @@ class _Products:
         self.plan, self.of, self.size, self.k = plan, of, size, plan.power
 
     def mean(self, vector: Sequence[Row]) -> np.ndarray:
-        return np.asarray(sum(self.of[(row, ONE, self.k)] for row in vector))
+        nothing = np.zeros((len(self.of[(self.plan.expected, ONE, self.k)]), self.size))
+        return sum((self.of[(row, ONE, self.k)] for row in vector), nothing)
 
     def value(self) -> np.ndarray:
         assert self.plan.c is not None
@@ -128,7 +149,7 @@ def moments(
     """Exact mean and covariance of each configuration's gradient estimate under the pair's sampler.
 
     Args:
-        configurations: any per-sequence configurations, leave-one-out included.
+        configurations: any per-sequence configurations, leave-one-out included; ``NAME(best)`` is found at each length.
         lengths: ``[L]`` horizons; all come from one pass to the longest.
         covariance: ``none`` (means only: nothing else is propagated), ``trace``, ``diagonal``, or ``full``
             (d x d blocks). Always N times the covariance of the mean over N sequences.
@@ -152,6 +173,8 @@ def moments(
     for configuration in configurations:
         if configuration.baseline == "loo":
             configuration.group(samples)
+    if any(c.estimator.family for c in configurations):
+        return _with_best(pair, configurations, lengths, covariance, samples)
     full, second = covariance == "full", covariance != "none"
     each = np.arange(d)
     with np.errstate(over="ignore", invalid="ignore"):  # what overflows is infinite or NaN, and tables say so
@@ -173,6 +196,56 @@ def moments(
             for configuration in configurations
         ]
     return found
+
+
+def best(
+    pair: PolicyPair, configurations: Sequence[Configuration], lengths: Sequence[int], *, samples: int = 1000
+) -> list[list[Configuration]]:
+    """At each length the configurations with every open argument at its least variance.
+
+    Value and slope are linear in it, so the gradient is and its variance is a quadratic: three exact variances give
+    the minimum. A baseline that is itself optimal leaves a quadratic. 0 where the variance does not depend on it, or
+    is beyond double precision somewhere.
+    """
+    of = {c: c.estimator.family for c in configurations if c.estimator.family}
+    members = [replace(c, estimator=family(a)) for c, family in of.items() for a in (0.0, 0.5, 1.0)]
+    variances = [m.covariance for m in moments(pair, members, lengths, samples=samples)]
+    at_0, at_half, at_1 = np.array(variances).reshape(len(of), 3, len(lengths)).transpose(1, 0, 2)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        bend = at_0 + at_1 - 2 * at_half  # half the coefficient of a^2
+        least = np.where(bend > _ROUNDING * at_half, 0.5 - (at_1 - at_0) / (4 * bend), 0.0)
+    least = np.where(np.isfinite(least), least, 0.0)
+    found = {
+        c: [replace(c, estimator=family(float(a))) for a in row]
+        for (c, family), row in zip(of.items(), least, strict=True)
+    }
+    return [[found[c][i] if c in found else c for c in configurations] for i in range(len(lengths))]
+
+
+def _with_best(
+    pair: PolicyPair, configurations: Sequence[Configuration], lengths: Sequence[int], covariance: str, samples: int
+) -> list[Moments]:
+    """Moments of configurations of which some have an open argument: those length by length."""
+    closed = [c for c in configurations if not c.estimator.family]
+    known = dict(zip(closed, moments(pair, closed, lengths, covariance=covariance, samples=samples), strict=True))
+    unknown = list(dict.fromkeys(c for c in configurations if c.estimator.family))
+    parts = [
+        moments(pair, row, [length], covariance=covariance, samples=samples)
+        for row, length in zip(best(pair, unknown, lengths, samples=samples), lengths, strict=True)
+    ]
+    for c, each in zip(unknown, zip(*parts, strict=True), strict=True):
+        spreads = [m.covariance for m in each if m.covariance is not None]
+        known[c] = Moments(
+            c,
+            np.concatenate([m.mean for m in each]),
+            np.concatenate(spreads) if spreads else None,
+            np.concatenate([m.estimate for m in each]),
+            np.concatenate([m.estimate_variance for m in each]),
+            np.concatenate([m.rounding for m in each]),
+            np.concatenate([m.baseline for m in each]),
+            tuple(m.configuration for m in each),
+        )
+    return [known[c] for c in configurations]
 
 
 def _finite(m: Moments) -> bool:
@@ -203,7 +276,8 @@ def _finish(
 ) -> Moments:
     configuration, divisor = plan.configuration, plan.configuration.divisor
     products = _Products(plan, of, d)
-    mean_x, mean_y = products.mean(plan.x), products.mean((plan.y,)) if plan.y else None
+    mean_x = products.mean(plan.centred)
+    mean_y = None if plan.y is None else np.zeros_like(mean_x) if plan.vanishing else products.mean((plan.y,))
     baseline = configuration.baseline
     b: Any = 0.0
     if baseline == "constant":
@@ -217,14 +291,28 @@ def _finish(
     if covariance != "none":
         spread = _covariance(plan, products, crossed, mean_x, mean_y, b, covariance, samples)
         spread = spread / divisor**2
-    value = of[(plan.estimate, ONE, plan.power)][:, 0]
+    value = of[(plan.expected, ONE, plan.power)][:, 0]
     if covariance == "none":
         variance = np.full_like(value, np.nan)
     else:
         variance = of[(plan.estimate, plan.estimate, 2 * plan.power)][:, 0] - value**2
         variance = np.maximum(variance, 0.0) / divisor**2
-    b = np.zeros_like(mean) + b
-    return Moments(configuration, mean / divisor, spread, value / divisor, variance, b)
+    open_ = _rounding_of(plan, products, b, samples) if covariance != "none" else np.full((len(mean), 2), np.nan)
+    b = np.zeros_like(mean) + b + (plan.shift if baseline.startswith("optimal") else 0.0)
+    return Moments(configuration, mean / divisor, spread, value / divisor, variance, open_ / divisor**2, b)
+
+
+def _rounding_of(plan: Plan, products: _Products, b: Any, samples: int) -> np.ndarray:
+    """``[L, 2]`` rounding of the sums of squares that the two variances are differences of, at D = 1."""
+    of, k = products.of, plan.power
+    size: Any = sum(np.abs(of[(i, j, 2 * k)]) for i in plan.x for j in plan.x)
+    if plan.y is not None:
+        cross: Any = sum(np.abs(of[(row, plan.y, 2 * k)]) for row in plan.x)
+        square = of[(plan.y, plan.y, 2 * k)]
+        size = size + 2 * np.abs(b) * cross + b**2 * square
+        if plan.c is not None and plan.configuration.baseline == "loo":
+            size = size + of[(plan.c, plan.c, 0)] * square / (plan.configuration.group(samples) - 1)
+    return _EPSILON * np.stack([size.sum(axis=1), of[(plan.estimate, plan.estimate, 2 * k)][:, 0]], axis=1)
 
 
 def _optimal(products: _Products, mean_x: np.ndarray, mean_y: Any, *, per_coordinate: bool) -> np.ndarray:

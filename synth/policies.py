@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from klgrad.files import load_module
+from klgrad.files import legible, load_module
 from klgrad.synth.automata import Automaton
 
 if TYPE_CHECKING:
@@ -349,7 +349,7 @@ def load_npz(path: str | Path) -> PolicyPair:
     if any(arrays[key].shape != () or arrays[key].dtype.kind not in "iu" for key in ("start", "end")):
         raise ValueError(f"{path}: start and end must be single integers")
     try:
-        return _assemble(path.stem, arrays)
+        return _assemble(legible(path.stem), arrays)
     except ValueError as error:
         raise type(error)(f"{path}: {error}") from None
 

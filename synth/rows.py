@@ -10,18 +10,20 @@ Shapes: S contexts, V tokens, d parameters, a coordinates in which a context has
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from klgrad.synth.configurations import Configuration
 from klgrad.synth.estimators import Estimator
+from klgrad.synth.exact import kl_rows
 from klgrad.synth.policies import PolicyPair
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-_CANCELS = 6.0  # log pi_ref / pi from which value and slope of k3 are better added before they are squared
+_CANCELS = 8.0  # times its sum with the slope that a value may be, or two digits are lost in the square
 _SPARSE_ENTRIES = 1 << 12  # S x V x d from which scores that are mostly zero are kept without the zeros
 
 Row = tuple[str, ...]
@@ -47,26 +49,45 @@ def edge_values(pair: PolicyPair, configuration: Configuration) -> Float[np.ndar
 
 
 def edge_pathwise(
-    pair: PolicyPair, configuration: Configuration, scores: Float[np.ndarray, "S V a"] | None = None
+    pair: PolicyPair,
+    configuration: Configuration,
+    scores: Float[np.ndarray, "S V a"] | None = None,
+    *,
+    less: float = 0.0,
 ) -> Float[np.ndarray, "S V a"]:
     """``[S, V, d]`` w at each token: slope times score, summed over the vocabulary for full estimators.
 
-    0 where the sampler never goes. ``scores`` stands for the policy's, such as some coordinates of them.
+    0 where the sampler never goes. ``scores`` stands for the policy's, such as some coordinates of them; ``less`` is
+    taken off a sampled estimator's slope.
     """
     est, can = configuration.estimator, pair.possible
     scores = pair.policy.scores if scores is None else scores
     with np.errstate(over="ignore", invalid="ignore"):
         if not est.full:
-            return np.where(can, est.slope(pair.log_ratio), 0.0)[..., None] * scores
+            return np.where(can, est.slope(pair.log_ratio) - less, 0.0)[..., None] * scores
         emits = np.asarray(can.any(axis=1))[:, None]
         slope = np.where(emits, est.slope(pair.policy.log_probs, pair.reference), 0.0)
     return np.broadcast_to(np.einsum("sv,svd->sd", slope, scores)[:, None, :], scores.shape)
 
 
-def edge_together(pair: PolicyPair, configuration: Configuration) -> Float[np.ndarray, "S V"]:
-    """``[S, V]`` value plus slope at each token, in the estimator's closed form; 0 where the sampler never goes."""
-    assert configuration.estimator.together is not None
-    return np.where(pair.possible, configuration.estimator.together(pair.log_ratio), 0.0)
+def edge_together(pair: PolicyPair, configuration: Configuration, *, less: float = 0.0) -> Float[np.ndarray, "S V"]:
+    """``[S, V]`` value plus slope at each token, in closed form where there is one; 0 where the sampler never goes.
+
+    ``less`` is taken off the slope.
+    """
+    est = configuration.estimator
+    frozen = configuration.rollout_value and not pair.on_policy
+    with np.errstate(over="ignore", invalid="ignore"):
+        together = edge_values(pair, configuration) + (est.slope(pair.log_ratio) - less)
+        if est.together is not None and not frozen:  # near the reference the sum is as good, and better where less is
+            far = np.abs(pair.log_ratio) > 1
+            together = np.where(far, est.together(pair.log_ratio) - less, together)
+    return np.where(pair.possible, together, 0.0)
+
+
+def slope_at_reference(configuration: Configuration) -> float:
+    """The slope of a sampled estimator at delta = 0: 1 for k1, 0 for those whose least value is there."""
+    return 0.0 if configuration.estimator.full else float(configuration.estimator.slope(np.zeros(1))[0])
 
 
 # ---------------------------------------------------------------------------------------------------- the rows
@@ -117,13 +138,13 @@ class Rows:
         self._tables: dict[Any, np.ndarray] = {}
         self._namesakes: dict[str, dict[Estimator, str]] = {}
 
-    def table(self, kind: str, configuration: Configuration) -> np.ndarray:
-        key = (kind, configuration.estimator, configuration.rollout_value and kind == "value")
+    def table(self, kind: str, configuration: Configuration, less: float = 0.0) -> np.ndarray:
+        key = (kind, configuration.estimator, configuration.rollout_value and kind != "pathwise", less)
         if key not in self._tables:
             make: dict[str, Callable[[], np.ndarray]] = {
                 "value": lambda: edge_values(self.pair, configuration),
-                "pathwise": lambda: edge_pathwise(self.pair, configuration, self.all_scores),
-                "together": lambda: edge_together(self.pair, configuration),
+                "pathwise": lambda: edge_pathwise(self.pair, configuration, self.all_scores, less=less),
+                "together": lambda: edge_together(self.pair, configuration, less=less),
             }
             self._tables[key] = make[kind]()
         return self._tables[key]
@@ -179,6 +200,43 @@ class Rows:
         factor = self.unit if configuration.estimator.full else self.rho
         return self.add((f"{ratio} C", *key), (carrier, factor * c))
 
+    def expected_estimate(self, configuration: Configuration) -> Row:
+        """A row whose mean is that of ``estimate`` and keeps its digits near the reference.
+
+        There a token's log-ratio is of the distance's size and its mean of the square: where the estimate is one of the
+        policy's own KL, a token counts with its context's exact KL instead. A length mean weighs tokens by where they
+        lead, and a reference that emits what the policy never does adds what its estimator says: both keep the values.
+        """
+        ratio, est = configuration.ratio, configuration.estimator
+        of_policy = self.pair.on_policy or not configuration.rollout_value
+        if est.full or not (est.unbiased and of_policy and self.scores_vanish(configuration)) or self.own_kl is None:
+            return self.estimate(configuration)
+        ahead = "none" if ratio in ("none", "token") else "prefix"  # a token's own and later ratios average to 1
+        return self.add(("expected estimate", ahead), (self.weight(ahead)[0], self.own_kl))
+
+    @cached_property
+    def own_kl(self) -> np.ndarray | None:
+        """``[S, V]`` each context's exact KL, where the reference emits nothing that the policy never does."""
+        policy, reference = self.pair.policy.log_probs, self.pair.reference
+        visited = self.pair.possible.any(axis=1)
+        if ((policy == -np.inf) & (reference > -np.inf))[visited].any():
+            return None
+        return np.where(visited, kl_rows(policy, reference), 0.0)[:, None] * self.unit
+
+    def scores_vanish(self, configuration: Configuration) -> bool:
+        """Whether Y, the sum of weighted scores over D, is zero on average, as scores are under their own policy."""
+        by_length = configuration.aggregation == "length-mean" and self.pair.automaton.end >= 0
+        ratio = self.pair.on_policy or (configuration.ratio != "none" and not self.pair.sampling_gaps())
+        return ratio and not by_length
+
+    def parts(self, configuration: Configuration, less: float = 0.0) -> tuple[Row, ...]:
+        """X, g at b = 0: its reward and its loss, or both in one row; without a loss that is nothing less ``less``."""
+        reward = (self.reward(configuration, less),) if configuration.in_reward else ()
+        apart = configuration.in_loss and not self.merges(configuration)
+        if apart and less and not self.table("pathwise", configuration, less).any():
+            apart = False
+        return (*reward, self.loss(configuration, less)) if apart else reward
+
     def scores(self, ratio: str) -> Row:
         """Y = sum_t omega(t) p_t, what a baseline multiplies."""
         carrier, step = self.weight(ratio)
@@ -188,34 +246,34 @@ class Rows:
             return self.add(("omega P",), (carrier, p), keep=step)
         return self.add(("Y", ratio), (carrier, p))
 
-    def loss(self, configuration: Configuration) -> Row:
-        """sum_t lambda_t w_t."""
+    def loss(self, configuration: Configuration, less: float = 0.0) -> Row:
+        """sum_t lambda_t w_t, with ``less`` off a sampled estimator's slope."""
         ratio, est = configuration.ratio, configuration.estimator
         carrier, step = self.weight(ratio)
         own = self.rho if ratio in ("token", "prefix", "sequence") else self.unit
         if est.full and ratio in ("token", "prefix"):
             own = self.unit
-        w = own[..., None] * self.table("pathwise", configuration)
-        return self.add(("loss", ratio, self.label(est)), (carrier, w), keep=step if ratio == "sequence" else None)
+        w = own[..., None] * self.table("pathwise", configuration, less)
+        name = ("loss", ratio, self.label(est), str(less))
+        return self.add(name, (carrier, w), keep=step if ratio == "sequence" else None)
 
     def merges(self, configuration: Configuration) -> bool:
-        """Whether reward and loss are better one row: k3's own-token terms cancel to delta where r is large."""
-        if configuration.placement != "both" or configuration.credit == "future" or configuration.rollout_value:
+        """Whether value and slope of a token cancel: they multiply the same score, and are added before the square."""
+        if configuration.placement != "both" or configuration.credit == "future" or configuration.estimator.full:
             return False
-        pair = self.pair
-        far = -pair.log_ratio[pair.possible].min(initial=0.0) > _CANCELS
-        return far and configuration.estimator.together is not None
+        value, together = self.table("value", configuration), self.table("together", configuration)
+        return bool((np.abs(value) > _CANCELS * np.maximum(np.abs(together), 1.0)).any())
 
-    def reward(self, configuration: Configuration, *, merged: bool = False) -> Row:
-        """sum over (t, u) in credit of omega(t, u) c_u p_t, for b = 0; ``merged`` with the loss."""
+    def reward(self, configuration: Configuration, less: float = 0.0) -> Row:
+        """sum over (t, u) in credit of omega(t, u) c_u p_t, for b = 0; with the loss where that ``merges``."""
         ratio, credit, full = configuration.ratio, configuration.credit, configuration.estimator.full
         c, key = self.table("value", configuration), self._value_key(configuration)
         carrier, step = self.weight(ratio)
-        own = self.rho if ratio == "token" else step
+        merged, own = self.merges(configuration), self.rho if ratio == "token" else step
         p = own[..., None] * self.score
         terms: list[tuple[Row, np.ndarray]] = []
         if credit != "future":  # t = u
-            own_value = self.table("together", configuration) if merged else c
+            own_value = self.table("together", configuration, less) if merged else c
             terms.append((carrier, own_value[..., None] * p))
         if credit in ("whole", "rtg", "future"):  # t < u
             if ratio == "prefix":
@@ -229,9 +287,8 @@ class Rows:
             else:
                 past = self.values(configuration)
             terms.append((past, p))
-        return self.add(
-            ("both" if merged else "reward", credit, ratio, *key), *terms, keep=step if ratio == "sequence" else None
-        )
+        name = ("both", str(less)) if merged else ("reward",)
+        return self.add((*name, credit, ratio, *key), *terms, keep=step if ratio == "sequence" else None)
 
     def label(self, est: Estimator) -> str:
         """The estimator's name, numbered where another with other functions has the same."""

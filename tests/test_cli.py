@@ -378,6 +378,76 @@ def test_impossible_amounts_are_refused():
     assert "take fewer trials" in run("compare", "--trials", 10**9, "--lengths", "3", "--samples", "2").stderr
 
 
+@pytest.mark.parametrize(("arguments", "meant"), [(["chek"], "check"), (["llm", "trian"], "train")])
+def test_an_unknown_command_is_told_what_was_meant(arguments, meant):
+    done = run(*arguments)
+    assert (done.exit_code, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert f"unknown command {arguments[-1]!r}: did you mean {meant!r}? there is " in done.stderr
+
+
+def in_a_shell(command):
+    """Exit code and standard error of a shell's command line; KLGRAD stands for the command."""
+    line = command.replace("KLGRAD", f"{sys.executable} -m klgrad.cli")
+    done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True, check=False)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("name", ["estimators", "exact --lengths 2 --json", "--help"])
+def test_a_closed_standard_output_is_one_sentence(name):
+    code, errors = in_a_shell(f"KLGRAD {name} >&-")
+    assert (code, len(errors.splitlines())) == (2, 1), errors
+    assert "standard output is closed" in errors
+
+
+def test_what_prints_nothing_needs_no_standard_output(tmp_path):
+    quiet = f"figure1 --exact-only --preset near --lengths 2 -q --out {tmp_path}"
+    assert in_a_shell(f"KLGRAD {quiet} >&- 2>&- <&-")[0] == 0
+    assert (tmp_path / "figure1.png").exists()
+    assert in_a_shell("KLGRAD estimators 2>&- >/dev/null")[0] == 0
+
+
+@pytest.mark.parametrize("command", [["compare", "--exact-only"], ["exact"], ["growth"]], ids=lambda each: each[0])
+def test_a_table_of_millions_of_rows_is_refused_before_any_work(command, tmp_path):
+    done = run(*command, "--lengths", "1:1000000", *(["--out", tmp_path] if command[0] == "growth" else []))
+    assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1), done.output
+    assert "past the limit of 100,000: take steps, such as --lengths 1:1000000:" in done.stderr
+    mend = done.stderr.rpartition("--lengths ")[2].strip()
+    assert len(range(*[int(n) + (i == 1) for i, n in enumerate(mend.split(":"))])) <= 100_000
+
+
+def test_a_pair_s_file_may_have_any_name(tmp_path):
+    np.savez(tmp_path / "pair.npz", **pair_arrays())
+    strange = os.fsencode(tmp_path) + b"/caf\xe9.npz"
+    os.rename(tmp_path / "pair.npz", strange)
+    for command in (["report"], ["figure1"], ["compare"]):
+        arguments = ["--pair", os.fsdecode(strange), "--exact-only", "--lengths", "2", "-q", "--out", tmp_path / "out"]
+        done = run(*command, *arguments)
+        assert done.exit_code == 0, done.output
+    assert r"caf\xe9" in (tmp_path / "out" / "report.html").read_text()
+    assert r"caf\xe9" in (tmp_path / "out" / "compare.csv").read_text()
+    assert run("reproduce", tmp_path / "out" / "compare.json", "-q").exit_code == 0
+
+
+@pytest.mark.parametrize("command", ["figure1", "growth", "report", "field", "dynamics"])
+def test_what_is_overwritten_is_said(command, tmp_path):
+    more = {
+        "field": ["--task", "phase", "--config", "k1-in-reward", "--lengths", "1"],
+        "dynamics": ["--task", "phase", "--steps", "1", "--seeds", "1", "--config", "none", "--samples", "2"],
+    }.get(command, ["--preset", "near", "--lengths", "2", *(["--exact-only"] if command != "growth" else [])])
+    first, second = (run(command, *more, "--out", tmp_path) for _ in range(2))
+    assert first.exit_code == second.exit_code == 0, first.output + second.output
+    assert ("wrote" in first.stdout, "replaced" in first.stdout) == (True, False)
+    assert ("wrote" in second.stdout, "replaced" in second.stdout) == (False, True)
+    assert first.stdout.rpartition("wrote ")[2] == second.stdout.rpartition("replaced ")[2]
+
+
+def test_a_table_s_files_that_are_replaced_are_said_though_new_ones_are_not(tmp_path):
+    first, second = (run("compare", "--exact-only", "--lengths", "2", "--out", tmp_path, "--json") for _ in range(2))
+    assert first.stderr == ""
+    assert second.stderr == f"note: replaced {tmp_path / 'compare.csv'}, {tmp_path / 'compare.json'}\n"
+    assert first.stdout == second.stdout
+
+
 def test_the_readme_shows_files_that_exist():
     import re
 

@@ -16,11 +16,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {
     "files": {"files"},
+    "zeros": {"zeros"},
     "synth": {"files", "synth"},
-    "analysis": {"files", "analysis", "synth"},
+    "analysis": {"files", "zeros", "analysis", "synth"},
     "harness": {"files", "harness", "analysis", "synth"},
-    "figures": {"files", "figures"},
-    "commands": {"files", "commands", "figures", "harness", "analysis", "synth"},
+    "figures": {"files", "zeros", "figures"},
+    "commands": {"files", "zeros", "commands", "figures", "harness", "analysis", "synth"},
     "cli": {"cli", "commands"},
 }
 HEAVY = {"torch", "transformers", "matplotlib", "pandas", "dask", "sympy", "latex2mathml"}

@@ -15,7 +15,8 @@ from klgrad.analysis.checking.subject import BuiltIn, Function, function_subject
 from klgrad.synth.configurations import PLACEMENTS, Configuration, parse
 from klgrad.synth.estimators import ESTIMATORS, estimator, meant, unknown
 
-_IMPORT = 120.0  # seconds that importing a file may take
+TIMEOUT = 30.0  # seconds that a call may take, where nothing is said
+_IMPORT = 120.0  # that importing a file may take then
 
 
 def run(
@@ -99,12 +100,13 @@ def built_in(name: str) -> BuiltIn:
 
 
 def _loaded(name: str, timeout: float) -> Callable[..., Any]:
+    seconds = _IMPORT if timeout == TIMEOUT else timeout  # importing torch alone takes a while on a busy machine
     try:
-        with limit(max(timeout, _IMPORT)):  # importing torch alone takes a while on a busy machine
+        with limit(seconds):
             return load(name)
     except TimedOut:
-        place, seconds = name.rpartition(":")[0], max(timeout, _IMPORT)
-        raise ValueError(f"importing {place} did not finish within {seconds:g} seconds: give it --timeout") from None
+        place = name.rpartition(":")[0]
+        raise ValueError(f"importing {place} takes more than {seconds:g} seconds: give a longer --timeout") from None
 
 
 def _broken(fault: Fault) -> Finding:

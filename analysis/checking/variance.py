@@ -38,7 +38,7 @@ def every_unbiased() -> tuple[Configuration, ...]:
 def _best(model: Model) -> tuple[dict[str, float], str]:
     """The variance of every unbiased configuration, and the least one's name."""
     found = moments(model.pair, every_unbiased(), [model.length])
-    each = {str(m.configuration): float(m.covariance[0]) for m in found if m.covariance is not None}
+    each = {str(m.at(0)): float(m.covariance[0]) for m in found if m.covariance is not None}
     return each, min(each, key=lambda name: each[name])
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from klgrad.analysis.arithmetic import arithmetic
 from klgrad.analysis.dynamics.recipes import NONE, Run
 from klgrad.analysis.dynamics.training import RECORDED, Record, train
 from klgrad.analysis.montecarlo import content, fingerprint
@@ -115,7 +117,8 @@ def store_of(
     for array in (task.reward.edge, task.reward.terminal, task.out_of_domain.edge, task.out_of_domain.terminal, start):
         digest.update(np.ascontiguousarray(array, float).tobytes())
     penalties = content(_apart(), [run.penalty for run in runs if run.penalty is not None])
-    request = (FORMAT, fingerprint(task.pair), digest.hexdigest(), task.length, steps, expected, list(runs), penalties)
+    numbers = (fingerprint(task.pair), digest.hexdigest(), penalties, arithmetic())
+    request = (FORMAT, *numbers, task.length, steps, expected, list(runs))
     return store / hashlib.sha256(repr(request).encode()).hexdigest()[:16]
 
 
@@ -180,12 +183,6 @@ def _records(
             so_far(0)
 
 
-def _quiet_interrupt() -> None:
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; a worker finishes its block
-
-
 def _train_here(
     batch: Batch,
     missing: list[int],
@@ -200,20 +197,12 @@ def _train_here(
             keep(index, record)
             yield index, record
         return
-    from concurrent.futures import ProcessPoolExecutor, as_completed
-    from multiprocessing import get_context
+    from klgrad.analysis.processes import in_processes
 
-    pool = ProcessPoolExecutor(min(workers, len(missing)), get_context("spawn"), _quiet_interrupt)
-    try:
-        waiting = {
-            pool.submit(batch._replace(blocks=[batch.blocks[index]]).record, 0): index for index in missing
-        }  # a block travels alone
-        for future in as_completed(waiting):
-            index, record = waiting[future], future.result()
-            keep(index, record)
-            yield index, record
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    alone = [partial(batch._replace(blocks=[batch.blocks[index]]).record, 0) for index in missing]  # as it travels
+    with closing(in_processes(alone, workers, lambda i, record: keep(missing[i], record))) as trained:
+        for i, record in trained:
+            yield missing[i], record
 
 
 # ----------------------------------------------------------------------------------------------- store and table
@@ -273,23 +262,27 @@ SETTINGS = ("task", "configuration", "estimator", "placement", "beta", "learning
 
 
 def summary(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row per setting, over its seeds: mean of each measure at the end, range of J there, and what collapsed.
+    """One row per setting, over its seeds: median, lowest and highest of each measure at the end, and what collapsed.
 
-    Columns: ``SETTINGS``, the measures (``cosine`` is the mean over steps), ``objective_low`` and ``objective_high``
-    over seeds, ``seeds``, ``collapses`` of them, and the first ``collapse_step`` and ``cause``. A setting of which
+    Training amplifies rounding: where it is noisy, one run's end, and a mean that one run moves, depend on the last bit
+    of a CPU's exp. The median and the range over seeds are what can be told.
+
+    Columns: ``SETTINGS``, the measures (``cosine`` is each run's mean over steps) as medians, with ``NAME_low`` and
+    ``NAME_high``, ``seeds``, ``collapses`` of them, and the first ``collapse_step`` and ``cause``. A setting of which
     every run collapsed has no measures.
     """
     import pandas as pd
 
     rows = []
     for keys, part in frame.groupby(list(SETTINGS), sort=False):
-        last = ends(part)
+        last = ends(part).set_index("seed")
+        last["cosine"] = part.groupby("seed")["cosine"].mean()
+        over = last[list(RECORDED)].agg(["median", "min", "max"])
         gone = last[last["collapsed"] >= 0].sort_values("collapsed")
         rows.append({
             **dict(zip(SETTINGS, keys, strict=True)),
-            **{name: last[name].mean() for name in RECORDED},
-            "cosine": part["cosine"].mean(),
-            "objective_low": last["objective"].min(), "objective_high": last["objective"].max(),
+            **over.loc["median"],
+            **over.loc["min"].add_suffix("_low"), **over.loc["max"].add_suffix("_high"),
             "seeds": len(last), "collapses": len(gone),
             "collapse_step": int(gone["collapsed"].iloc[0]) if len(gone) else -1,
             "cause": gone["cause"].iloc[0] if len(gone) else "",

@@ -148,7 +148,7 @@ def stability(
     if attracts and growth < 1:
         spread = _stationary(J, sigma, curvature, learning_rate, samples)
         fisher = noise(family.pair(point.theta), parse("k1-in-loss"), family.task.length, samples, basis)
-        expected = float(np.einsum("ij,ji->", fisher, spread)) / 2
+        expected = max(float(np.einsum("ij,ji->", fisher, spread)) / 2, 0.0)  # below zero it is rounding
     overshoots = float(np.abs(1 + learning_rate * point.eigenvalues).max()) >= 1
     swing = _swing(family, field, point, learning_rate) if attracts and overshoots else np.nan
     decided = _verdict(point, growth, expected, swing, critical, tolerance)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from klgrad.commands.groups import Suggesting
 from klgrad.commands.llm.fetch import fetch
 from klgrad.commands.llm.models import evaluate, pretrain
 from klgrad.commands.llm.probe import probe
@@ -12,7 +13,7 @@ from klgrad.commands.llm.study import study
 from klgrad.commands.llm.train import train
 
 
-@click.group(short_help="The same questions asked of a language model.")
+@click.group(cls=Suggesting, short_help="The same questions asked of a language model.")
 def llm() -> None:
     """Bias and variance of KL gradients on a real causal LM, and what training with each of them does.
 

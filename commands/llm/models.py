@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from klgrad.commands.display import Progress, dump, number, table
-from klgrad.commands.folders import made
+from klgrad.commands.folders import made, present, told
 from klgrad.commands.llm.options import MODEL, device_option, quiet_option, seed_option
 from klgrad.commands.options import json_option
 
@@ -26,6 +26,7 @@ def pretrain(tasks: tuple[str, ...], steps: int, batch: int, seed: int, out: Pat
     from klgrad.harness.pretrain import pretrain as teach
 
     models.check_replaceable(out)
+    there = present(out.parent)
     with made(out.parent):
         model, tokenizer = models.tiny(seed)
         with Progress("pretraining", quiet) as progress:
@@ -33,7 +34,7 @@ def pretrain(tasks: tuple[str, ...], steps: int, batch: int, seed: int, out: Pat
         models.save(model, tokenizer, out)
     if not quiet:
         scores = ", ".join(f"{name} {100 * found[name]:.0f} %" for name in tasks)
-        click.echo(f"{models.parameter_count(model):,} parameters; right when sampled: {scores}\nwrote {out}")
+        click.echo(f"{models.parameter_count(model):,} parameters; right when sampled: {scores}\n{told([out], there)}")
 
 
 @click.command(short_help="Scores, KL and entropy of checkpoints.")

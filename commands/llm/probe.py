@@ -9,9 +9,10 @@ from typing import Any
 import click
 
 from klgrad.commands.display import Progress, dump, number, table
-from klgrad.commands.folders import held
+from klgrad.commands.folders import held, present, told
 from klgrad.commands.llm.options import MODEL, device_option, quiet_option, seed_option
 from klgrad.commands.options import Lengths, config_option, configurations_of, json_option, out_option
+from klgrad.files import legible
 
 _KINDS = ("png", "pdf", "csv", "json")
 
@@ -66,6 +67,7 @@ def probe(
         raise ValueError(f"--perturb {perturb:g} makes a reference of the policy, and --reference names one: give one")
     configurations = configurations_of(configs, [], quiet)
     posed = take(named(task).problems("test", seed), prompts)
+    there = present(out)
     with held(out):
         model, tokenizer = models.load(policy, dtype=dtype, device=device)
         other: models.LanguageModel
@@ -85,7 +87,7 @@ def probe(
             model, other, [encoded(tokenizer, problem) for problem in posed], tokenizer.eos_token_id,
             pad=tokenizer.pad_token_id, lengths=lengths, samples=samples, parameters=parameters,
         )  # fmt: skip
-        name = Path(policy).name
+        name = legible(Path(policy).name)
         with Progress(name, quiet or as_json) as progress:
             frame = engine.probe(setting, configurations, trials=trials, seed=seed, name=name, progress=progress)
         save_figure(figure1(frame), out / "probe")
@@ -95,12 +97,13 @@ def probe(
             "dtype": dtype, "configurations": [str(c) for c in configurations], "seed": seed, "device": device,
             "peak_memory_mib": _peak(device),
         }  # fmt: skip
-        results.save(frame, results.manifest("klgrad llm probe", [], request), out / "probe")
+        results.save(frame, results.manifest("klgrad llm probe", [], request, torch=True), out / "probe")
     if as_json:
         dump(results.records(frame))
     elif not quiet:
         _probe_table(frame)
-        click.echo(f"peak memory {_peak(device):,} MiB; wrote {', '.join(str(out / f'probe.{k}') for k in _KINDS)}")
+        files = told([out / f"probe.{kind}" for kind in _KINDS], there)
+        click.echo(f"peak memory {_peak(device):,} MiB; {files}")
 
 
 def _probe_table(frame: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from klgrad.commands.display import Progress, number, table
-from klgrad.commands.folders import held
+from klgrad.commands.folders import held, present, told
 from klgrad.commands.llm.options import quiet_option, recipe_of, set_option
 from klgrad.commands.options import out_option, scheduler_option
 
@@ -56,7 +56,7 @@ def study(
 
     base = recipe_of(recipe, changes)
     cells = engine.grid(kls or engine.KLS, betas, seeds, stale)
-    runs = out / "runs"
+    runs, there = out / "runs", present(out)
     with held(out):
         with Progress(f"{len(cells)} runs", quiet) as progress:
             try:
@@ -73,14 +73,18 @@ def study(
             "seeds": seeds,
             "staleness": stale,
         }
-        content = {"manifest": results.manifest("klgrad llm study", [], request), "rows": results.records(means)}
+        content = {
+            "manifest": results.manifest("klgrad llm study", [], request, torch=True),
+            "rows": results.records(means),
+        }
         write_whole(out / "study.json", (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+        files = [out / "study.csv", out / "study.json"]
         for value in stale:
             figure = draw(curves[curves["staleness"] == value], means[means["staleness"] == value])
-            save_figure(figure, out / f"study-staleness-{value}")
+            files += save_figure(figure, out / f"study-staleness-{value}")
     if not quiet:
         _study_table(means)
-        click.echo(f"wrote {out / 'study.csv'}, {out / 'study.json'} and study-staleness-*.png and .pdf")
+        click.echo(told(files, there))
 
 
 def _study_table(means: Any) -> None:

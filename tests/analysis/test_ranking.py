@@ -1,5 +1,7 @@
 """Unbiased configurations found by the engine, and the sequences each needs: by enumeration and by definition."""
 
+import itertools
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -8,10 +10,10 @@ from strategies import Plain, build_world
 
 from klgrad.analysis import ranking, results
 from klgrad.synth.automata import markov
-from klgrad.synth.configurations import Configuration, parse
-from klgrad.synth.estimators import ESTIMATORS
+from klgrad.synth.configurations import BASELINES, CREDITS, PLACEMENTS, RATIOS, Configuration, parse
+from klgrad.synth.estimators import ESTIMATORS, estimator
 from klgrad.synth.exact import true_gradient
-from klgrad.synth.moments import moments
+from klgrad.synth.moments import best, moments
 from klgrad.synth.policies import PolicyPair, log_softmax, tabular
 from klgrad.synth.presets import preset
 
@@ -82,14 +84,14 @@ def test_what_is_found_unbiased_is_so_by_enumeration_and_nothing_else_is(kind, e
     grid = ranking.grid(world.pair)
     found = set(ranking.unbiased(world.pair, grid, [world.length]))
     plain, truth = Plain(world), true_gradient(world.pair, [world.length])[0]
-    for configuration in grid:
+    for named, configuration in zip(grid, best(world.pair, grid, [world.length])[0], strict=True):
         mean, _ = plain.moments(replace(configuration, baseline="none"))
         if configuration.baseline != "none":
             p, _, y, c = plain.parts(configuration)
             b = p @ c if configuration.baseline == "loo" else plain.baseline(configuration)
             mean = mean - b * (p @ y)
         relative = np.linalg.norm(mean - truth) / np.linalg.norm(truth)
-        assert (relative < 1e-9) == (configuration in found), (str(configuration), relative)
+        assert (relative < 1e-9) == (named in found), (str(configuration), relative)
     assert len(found) > 20
 
 
@@ -260,3 +262,73 @@ def test_an_unknown_rank_is_refused():
 
 def test_every_name_reads_back():
     assert all(isinstance(c, Configuration) and parse(str(c)) == c for c in ranking.grid(preset("stale")))
+
+
+# --------------------------------------------------------------------------------------------- nothing is missed
+
+
+def everything(pair):
+    """The whole grammar but for what only scales or clamps: alpha at 41 arguments, every credit, ratio, baseline."""
+    ratios, baselines = ("none",) if pair.on_policy else RATIOS, [b for b in BASELINES if b != "constant"]
+    names = [*(f"alpha({a:.3f})" for a in np.linspace(-0.5, 1.5, 41)), *(n for n in ESTIMATORS if n != "alpha")]
+    for est, placement, credit, ratio, baseline, frozen in itertools.product(
+        map(estimator, names), PLACEMENTS, CREDITS, ratios, baselines,
+        (False, True),
+    ):  # fmt: skip
+        with suppress(ValueError):
+            yield Configuration(est, placement, credit, ratio, baseline, rollout_value=frozen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [5, 10])
+@pytest.mark.parametrize("name", ["near", "far", "ending", "stale", "words"])
+@pytest.mark.parametrize("constants", [True, False])
+def test_the_ranking_is_never_beaten_by_hand(name, length, constants):
+    """With exact constants and without, sampled tokens alone and the full vocabulary."""
+    pair = preset(name, length)
+    for full in (True, False):
+
+        def allowed(c, full=full):
+            return (full or not c.estimator.full) and (constants or "constant" not in ranking.cost(c))
+
+        ranked = ranking.unbiased(pair, [c for c in ranking.grid(pair) if allowed(c)], [length])
+        mine = min(m.covariance[0] for m in moments(pair, ranked, [length]))
+        hand = ranking.unbiased(pair, [c for c in everything(pair) if allowed(c)], [length])
+        found = moments(pair, hand, [length])
+        best_by_hand = min(found, key=lambda m: m.covariance[0])
+        assert mine <= best_by_hand.covariance[0] * (1 + 1e-9) + 1e-30, str(best_by_hand.configuration)
+        assert len(hand) > 50
+
+
+def test_the_best_alpha_is_ranked_on_and_off_policy_with_its_value():
+    for name, length in (("far", 10), ("stale", 4)):
+        pair = preset(name)
+        frame = table(pair, ranking.unbiased(pair, ranking.grid(pair), [length]), [length], error=0.1, rank="variance")
+        sampled = frame[frame["cost"].str.startswith("sampled")].iloc[0]
+        assert sampled["configuration"].startswith("alpha(best)-in-both")
+        assert 0 < float(sampled["estimator"].removeprefix("alpha(").removesuffix(")")) < 2
+
+
+# -------------------------------------------------------------------------------------- nearly deterministic pairs
+
+
+@pytest.mark.parametrize("logit", [20.0, 30.0, 36.0, 40.0])
+def test_a_bias_is_seen_however_small_the_gradient(logit):
+    """Logits +-36: the gradient is 5e-14, and the future that full-in-loss leaves out is 0.6 % of it."""
+    rng = np.random.default_rng(0)
+    policy = np.array([[logit, -logit], [-logit, logit]])
+    pair = pair_of(policy, rng.normal(size=(2, 2)).tolist())
+    found = ranking.unbiased(pair, ranking.grid(pair), [3])
+    assert parse("k1-in-reward") in found
+    assert parse("full-in-loss") not in found
+    assert parse("jensen-shannon-in-both") not in found
+
+
+@pytest.mark.parametrize("distance", [1e-12, 1e-9, 1e-6])
+def test_the_unbiased_stay_so_near_the_reference(distance):
+    logits = np.array([[0.0, 1.0], [0.5, 0.0]])
+    pair = pair_of(logits.tolist(), (logits + distance * np.array([[1.0, 0.3], [-0.2, 0.7]])).tolist())
+    found = ranking.unbiased(pair, ranking.grid(pair), [5])
+    assert {parse(name) for name in ("k1-in-reward", "k3-in-both", "full-in-both")} <= set(found)
+    assert parse("k1-in-loss") not in found
+    assert parse("k3-in-reward") not in found

@@ -132,3 +132,17 @@ def test_the_example_repository_tests_itself(tmp_path):
     failed = suite()
     assert failed.returncode == 1
     assert "in the loss" in failed.stdout
+
+
+def test_the_timeout_covers_importing_the_module(tmp_path):
+    (tmp_path / "endless.py").write_text("while True:\n    pass\n")
+    done = run(f"{tmp_path / 'endless.py'}:penalty", "--timeout", "0.5")
+    assert (done.exit_code, len(done.stderr.strip().splitlines())) == (2, 1)
+    assert "takes more than 0.5 seconds: give a longer --timeout" in done.stderr
+
+
+@pytest.mark.parametrize("place", [".", "..", "./kl"])
+def test_a_relative_module_is_one_sentence(place):
+    done = run(f"{place}:penalty")
+    assert done.exit_code == 2
+    assert f"{place!r} is no module's name: write FILE.py or package.module" in done.stderr

@@ -1,6 +1,9 @@
 """`klgrad reproduce`: the same table again, or what changed and by how much; a manifest is data and runs no code."""
 
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -8,12 +11,22 @@ from click.testing import CliRunner
 
 from klgrad import cli
 from klgrad.analysis import reproduce
+from klgrad.analysis.arithmetic import arithmetic
+from klgrad.analysis.results import LATER
 
 COMPARE = ["--lengths", "2,4", "--config", "k1-in-reward", "--config", "k3-in-loss", "--trials", "3", "--samples", "4"]
 
 
 def run(*arguments):
     return CliRunner().invoke(cli.main, [str(a) for a in arguments])
+
+
+def on_another_cpu(*arguments):
+    """The command on a CPU without what numpy found beyond its baseline, with another core's BLAS kernels."""
+    found = np.show_config(mode="dicts")["SIMD Extensions"].get("found", ())
+    environment = {**os.environ, "NPY_DISABLE_CPU_FEATURES": " ".join(found), "OPENBLAS_CORETYPE": "Prescott"}
+    command = [sys.executable, "-m", "klgrad.cli", *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 def edit(path, change):
@@ -153,3 +166,74 @@ def test_a_request_reads_what_sweeps_write(saved):
     asked = reproduce.request(json.loads(saved.read_text())["manifest"])
     assert (asked.command, asked.lengths, asked.trials, asked.samples) == ("compare", [[2, 4]], 3, 4)
     assert asked.question == {"unbiased": False, "rank": None, "error": None}
+
+
+# -------------------------------------------------------------------------------------------------- another arithmetic
+
+WIDE = ["compare", "-q", "--preset", "far", "--lengths", "3,9", "--trials", "20", "--samples", "500"]
+
+
+def test_another_cpu_s_table_is_the_same_to_rounding_and_its_vector_unit_is_named(tmp_path):
+    made = on_another_cpu(*WIDE, "--out", tmp_path)
+    assert made.returncode == 0, made.stderr
+    manifest = json.loads((tmp_path / "compare.json").read_text())["manifest"]
+    here = arithmetic()
+    if manifest["arithmetic"] == here:
+        pytest.skip("this CPU has nothing beyond the baseline")
+    done = run("reproduce", tmp_path / "compare.json", "-q")
+    assert done.exit_code == 0, done.output
+    found = json.loads(run("reproduce", tmp_path / "compare.json", "-q", "--json").stdout)
+    assert (found["reproduced"], found["to_rounding"]) == (True, True)
+    assert found["arithmetic"].startswith("another CPU's vector unit (saved: ")
+    if found["differences"]:
+        assert "reproduced: same to 1e-1" in done.stdout
+        assert f"another CPU's vector unit (saved: numpy {manifest['arithmetic']['numpy']}, " in done.stdout
+        assert f"here: numpy {here['numpy']}" in done.stdout
+
+
+@pytest.mark.parametrize("column", ["bias", "variance", "kl", "estimate", "cosine"])
+def test_what_rounding_cannot_make_fails_whatever_the_cpu(saved, column):
+    """Ten thousand units of the number's terms, on lengths of 2 and 4."""
+
+    def change(content):
+        content["manifest"]["arithmetic"] = {"numpy": "X86_V2"}
+        row = content["rows"][0]
+        row[column] += 1e4 * 2.2e-16 * (1 + row["variance"] + row["gradient_norm"])
+
+    edit(saved, change)
+    done = run("reproduce", saved)
+    assert done.exit_code == 1
+    assert done.stdout.rstrip().endswith("not reproduced: some differences are past what rounding can make")
+
+
+def last_bit(content):
+    row = content["rows"][0]
+    row["variance"] = float(np.nextafter(row["variance"], 1e9))
+
+
+def test_another_bit_of_the_same_arithmetic_is_said_so(saved):
+    edit(saved, last_bit)
+    done = run("reproduce", saved)
+    assert done.exit_code == 0
+    assert "same to 1e-1" in done.stdout
+    assert "the same arithmetic and versions, so every bit should be" in done.stdout
+
+
+def test_a_table_from_before_its_arithmetic_was_told(saved):
+    edit(saved, lambda content: (last_bit(content), content["manifest"].pop("arithmetic")))
+    done = run("reproduce", saved)
+    assert done.exit_code == 0
+    assert "the table does not say which arithmetic made it" in done.stdout
+    assert "changed: arithmetic" not in done.stdout
+
+
+def test_columns_that_tables_have_had_only_since_are_not_asked_for(saved):
+    def drop(content):
+        for row in content["rows"]:
+            for name in LATER:
+                del row[name]
+
+    edit(saved, drop)
+    saved.with_suffix(".csv").unlink()
+    done = run("reproduce", saved)
+    assert done.exit_code == 0, done.output

@@ -130,7 +130,7 @@ def test_full_terms_do_not_depend_on_the_sampled_token(by_hand):
 
 def test_full_values_take_the_ratio_ahead_of_their_token(by_hand):
     p, _, _, run = by_hand
-    kl = exact._kl_rows(HAND.pair.policy.log_probs, HAND.pair.reference)[CONTEXTS]
+    kl = exact.kl_rows(HAND.pair.policy.log_probs, HAND.pair.reference)[CONTEXTS]
     before = [1.0, *run[:2]]
     expected = sum(max((t, run[t]), (u - 1, before[u]))[1] * kl[u] * p[t] for t in range(3) for u in range(3))
     assert_close(hand("full-in-reward+prefix-ratio"), expected, 1e-14)

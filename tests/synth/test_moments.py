@@ -153,13 +153,13 @@ def test_k3_in_both_does_not_cancel_near_determinism(credit, far):
     assert m.covariance[0] == pytest.approx(probability @ each**2 - mean**2, rel=1e-9, abs=1e-30)
 
 
-@given(world=worlds(), configuration=configurations(names=["k3", "alpha"]))
+@given(world=worlds(), configuration=configurations())
 def test_reward_and_loss_in_one_row_give_the_same_moments(world, configuration):
     assume(configuration.placement == "both")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "_CANCELS", np.inf)
         (two,) = moments(world.pair, [configuration], [world.length], covariance="diagonal")
-        patch.setattr(rows, "_CANCELS", -np.inf)
+        patch.setattr(rows, "_CANCELS", -1.0)
         (one,) = moments(world.pair, [configuration], [world.length], covariance="diagonal")
     assert_close(one.mean, two.mean)
     assert_close(one.covariance, two.covariance, 1e-8)

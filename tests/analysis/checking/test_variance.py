@@ -9,7 +9,7 @@ from klgrad.synth.configurations import parse
 from klgrad.synth.moments import moments
 
 # written down by hand, from theory: what the derived list must have, and what it must not
-UNBIASED = ["k1-in-reward", "k1-in-both+rtg", "k3-in-both", "alpha(0.5)-in-both+rtg+optimal-baseline", "full-in-both"]
+UNBIASED = ["k1-in-reward", "k1-in-both+rtg", "k3-in-both", "alpha(best)-in-both+rtg+optimal-baseline", "full-in-both"]
 UNBIASED += ["full-in-both+future+optimal-baseline", "k3-straight-through-in-both+future"]
 BIASED = ["k1-in-loss", "k3-in-loss", "k3-in-reward", "full-in-reward", "k1-in-reward+future", "k2-in-both"]
 ELSEWHERE = ["k3-clamped(20,10)-in-both"]  # its clamp is not reached on the probe pair

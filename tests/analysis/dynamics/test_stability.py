@@ -133,3 +133,15 @@ def test_too_many_directions_and_absurd_numbers_are_refused(monkeypatch):
         stability(family, parse("k1-in-reward"), 0.3, 0.5, start)
     with pytest.raises(ValueError, match="must be positive"):
         stability(family, parse("k1-in-reward"), 0.3, -1.0, start)
+
+
+def test_the_expected_kl_is_never_negative(monkeypatch):
+    """Where the noise vanishes, what is left of its covariance is rounding, and may have any sign."""
+    from klgrad.analysis.dynamics import stability as module
+
+    family, start = setting()
+    rounding = -1e-20 * np.eye(family.basis.shape[1])
+    monkeypatch.setattr(module, "_stationary", lambda *given: rounding)
+    found = stability(family, parse("k1-in-reward"), 0.3, 0.5, start, samples=64)
+    assert found.expected_kl == 0
+    assert found.because == "the noise keeps it within 0 nats of the point that attracts"
