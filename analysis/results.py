@@ -22,6 +22,7 @@ from klgrad.analysis.montecarlo import CPU, Progress, Simulation, check_counts, 
 from klgrad.files import write_together
 from klgrad.synth import exact
 from klgrad.synth.configurations import Configuration
+from klgrad.synth.fourth import Cumulants, fourth_cumulants
 from klgrad.synth.moments import Moments, full_fits, moments
 from klgrad.synth.policies import PolicyPair
 
@@ -32,11 +33,13 @@ COLUMNS = (
     "preset", "configuration", "estimator", "placement", "length", "source",
     "kl", "gradient_norm",
     "bias", "bias_low", "bias_high", "bias_floor", "bias_debiased", "relative_bias", "scale", "cosine",
-    "variance", "variance_low", "variance_high",
+    "variance", "variance_low", "variance_high", "variance_interval",
     "estimate", "estimate_variance", "samples", "trials",
 )  # fmt: skip
 _ZERO = 1e-12  # a mean below this share of the true gradient has no direction
 _FULL_PARAMETERS = 64
+_FEWEST = 3  # sequences that carry a variance, expected among those drawn, below which it has no upper end
+EXACT, FOURTH, SKETCHED, SAMPLED, LOW_END = "exact", "fourth moment", "sketched", "sampled", "low end"
 
 
 @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # what overflows is in the table, and beyond_float64
@@ -63,7 +66,10 @@ def compare(
         exact_only: leave the Monte Carlo out.
 
     Returns:
-        A frame with ``COLUMNS``. Exact rows have floor 0, low = high, and trials 0.
+        A frame with ``COLUMNS``. Exact rows have floor 0, low = high, and trials 0. ``variance_interval`` is
+        ``exact`` there, and elsewhere what its width is from: the exact ``fourth moment`` (``sketched`` along random
+        directions where there are many parameters; ``sampled``, from the trials, where that fails too), or
+        ``low end`` where the tail forbids an upper one.
 
     Raises:
         ValueError: for a length out of range, fewer than 2 trials or samples, or no configuration.
@@ -135,7 +141,7 @@ def _exact_row(head: dict[str, Any], m: Moments, i: int, truth: np.ndarray, samp
         "source": "exact",
         "bias": bias, "bias_low": bias, "bias_high": bias, "bias_floor": 0.0, "bias_debiased": bias,
         **_direction(m.mean[i], truth),
-        "variance": variance, "variance_low": variance, "variance_high": variance,
+        "variance": variance, "variance_low": variance, "variance_high": variance, "variance_interval": EXACT,
         "estimate": float(m.estimate[i]), "estimate_variance": float(m.estimate_variance[i]),
         "samples": samples, "trials": 0,
     }  # fmt: skip
@@ -151,7 +157,7 @@ def _monte_carlo_rows(
     trials: int,
     samples: int,
 ) -> list[dict[str, Any]]:
-    from klgrad.analysis.intervals import bias_interval, variance_interval
+    from klgrad.analysis.intervals import bias_interval
 
     rows, noise = [], []
     for c, m in enumerate(found):
@@ -175,10 +181,43 @@ def _monte_carlo_rows(
     trace, square, along, relative = np.array(noise).T
     low, high = bias_interval(np.array([row["bias"] for row in rows]), trace, square, along)
     low = np.where([is_zero(row["bias"], row["gradient_norm"]) for row in rows], 0.0, low)
-    v_low, v_high = variance_interval(np.array([row["variance"] for row in rows]), relative)
+    measured = np.array([row["variance"] for row in rows])
+    cumulants = fourth_cumulants(pair, found, lengths, samples)
+    v_low, v_high, kinds = _variance_ends(measured, trace, square, relative, cumulants, trials, samples)
     for k, row in enumerate(rows):
-        row.update(bias_low=low[k], bias_high=high[k], variance_low=v_low[k], variance_high=v_high[k])
+        row.update(bias_low=low[k], bias_high=high[k])
+        row.update(variance_low=v_low[k], variance_high=v_high[k], variance_interval=str(kinds[k]))
     return rows
+
+
+def _variance_ends(
+    variance: np.ndarray,
+    trace: np.ndarray,
+    square: np.ndarray,
+    sampled: np.ndarray,
+    cumulants: Cumulants,
+    trials: int,
+    samples: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Low and high ends, and what each interval is from, of variances measured with noise as ``_noise`` has it.
+
+    Were the tail's share of the relative variance, kappa / (K N sigma^4), carried by sequences all alike, at most one
+    over it of them would be expected among the K N (events of size J at rate r add r J to a mean of 1, r J^2 to its
+    variance). Where that is too few, what was drawn says nothing of how large the variance may be.
+    """
+    from klgrad.analysis.intervals import low_end, variance_interval
+
+    rounding = sampled == 0  # not noise, and without a tail
+    tail = cumulants.kappa.ravel() / (trace * trials * samples) ** 2 / (trials * samples)
+    relative = tail + 2 * square / trace**2 / (trials - 1)
+    known = np.isfinite(relative) & (relative > 0) & ~rounding
+    kinds = np.where(cumulants.sketched, SKETCHED, FOURTH).repeat(cumulants.kappa.shape[1])
+    kinds = np.where(known | rounding, kinds, SAMPLED)
+    relative = np.where(known, relative, sampled)
+    few = np.where(known, tail > 1 / _FEWEST, np.isinf(sampled))
+    low, high = variance_interval(variance, relative)
+    kinds = np.where(few, LOW_END, kinds)
+    return np.where(few, low_end(variance, relative), low), np.where(few, np.inf, high), kinds
 
 
 def _noise(m: Moments, i: int, trial: np.ndarray, off: np.ndarray, samples: int) -> tuple[float, float, float, float]:
@@ -315,3 +354,20 @@ def beyond_float64(frame: pd.DataFrame) -> list[str]:
     """Configurations with a value, exact or sampled, that double precision cannot hold on this pair."""
     bad = ~np.isfinite(frame[["bias", "variance", "estimate", "estimate_variance"]].to_numpy(float)).all(axis=1)
     return list(dict.fromkeys(frame.loc[bad, "configuration"]))
+
+
+def short_of_variance(frame: pd.DataFrame) -> list[str]:
+    """Which variances have no upper end, and which an interval from the trials alone, in sentences that say why."""
+    sentences = {
+        LOW_END: f"no upper end of the variance's interval: fewer than {_FEWEST} of the sequences that carry it are "
+        "expected among those drawn; take more trials or samples",
+        SAMPLED: "the variance's interval is from the trials alone, and covers less than 95 % where rare sequences "
+        "carry the variance",
+    }
+    found = []
+    for kind, sentence in sentences.items():
+        for preset, rows in frame[frame["variance_interval"] == kind].groupby("preset", sort=False):
+            lengths = rows.groupby("configuration", sort=False)["length"].agg(lambda each: ", ".join(map(str, each)))
+            who = "; ".join(f"{configuration} at T = {at}" for configuration, at in lengths.items())
+            found.append(f"{preset}: {who}: {sentence}")
+    return found

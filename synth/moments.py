@@ -185,12 +185,12 @@ def full_fits(pair: PolicyPair) -> bool:
 
 
 def _is_cross(rows: Rows, key: Product) -> bool:
-    return all(_vector(rows, row) for row in key[:2])
+    return all(is_vector(rows, row) for row in key[:2])
 
 
-def _vector(rows: Rows, row: Row) -> bool:
+def is_vector(rows: Rows, row: Row) -> bool:
     """Whether a row has one entry per coordinate: it takes in a score, directly or through another row."""
-    return any(c.ndim == 3 or (source != row and _vector(rows, source)) for source, c in rows.update[row])
+    return any(c.ndim == 3 or (source != row and is_vector(rows, source)) for source, c in rows.update[row])
 
 
 def _finish(
