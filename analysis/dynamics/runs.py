@@ -114,16 +114,8 @@ def store_of(
     task, digest = family.task, hashlib.sha256()
     for array in (task.reward.edge, task.reward.terminal, task.out_of_domain.edge, task.out_of_domain.terminal, start):
         digest.update(np.ascontiguousarray(array, float).tobytes())
-    request = (
-        FORMAT,
-        fingerprint(task.pair),
-        digest.hexdigest(),
-        task.length,
-        steps,
-        expected,
-        list(runs),
-        arithmetic(),
-    )
+    told = (task.length, steps, expected, list(runs), arithmetic())
+    request = (FORMAT, fingerprint(task.pair), digest.hexdigest(), *told)
     return store / hashlib.sha256(repr(request).encode()).hexdigest()[:16]
 
 
