@@ -108,7 +108,7 @@ def coverage(name, names, lengths, trials, samples, repeats, monkeypatch, *, bli
     for k in range(repeats):
         part = slice(k * trials, (k + 1) * trials)
         one = Simulation([g[part] for g in drawn.gradients], [v[part] for v in drawn.estimates], drawn.sampler)
-        rows = results._monte_carlo_rows(pair, exact, lengths, kls, truth, one, trials, samples)
+        rows = results._monte_carlo_rows(pair, exact, lengths, kls, truth, np.zeros(len(lengths)), one, trials, samples)
         size = [results._trace(m, i) for m in exact for i in range(len(lengths))]
         hits.append([row["variance_low"] <= s <= row["variance_high"] for row, s in zip(rows, size, strict=True)])
         kinds.append([row["variance_interval"] for row in rows])
