@@ -28,7 +28,7 @@ def test_a_wrong_file_fails_with_its_line():
 def test_a_right_file_passes_and_its_library_is_guessed():
     done = run(CONFIGS / "verl" / "right.sh")
     assert done.exit_code == 0
-    assert "library       verl, guessed from " in done.output
+    assert "library       verl, by " in done.output
     assert "verdict       sequence / E|y|" in done.output
     assert "relative 0 at the best scale" in done.output
     assert "error" not in done.output
@@ -100,20 +100,18 @@ def test_what_is_sampled_says_so_with_its_noise():
     assert " +- " in done.output
 
 
-def test_settings_that_are_not_read_are_named_where_they_are_few():
+def test_settings_that_are_not_read_are_named_when_asked():
     done = run("-", "--library", "trl-rloo", text="beta=0.1 num_iterations=4")
+    assert "not read" not in done.output
+    done = run("-", "-v", "--library", "trl-rloo", text="beta=0.1 num_iterations=4")
     assert "not read      1 other setting: num_iterations\n" in done.output
-    many = run("-", "--library", "trl-rloo", text=" ".join(f"x{i}=1" for i in range(9)))
-    assert "not read      9 other settings\n" in many.output
 
 
 @pytest.mark.parametrize("text", ["", "{}", "# all by default"])
 def test_nothing_given_is_the_defaults_of_a_library_that_is_named(text):
     done = run("-", "--library", "trl-rloo", text=text)
     assert done.exit_code == 0
-    assert done.output == run("-", "--library", "trl-rloo", text="other=1").output.replace(
-        "not read      1 other setting: other\n", ""
-    )
+    assert done.output == run("-", "--library", "trl-rloo", text="other=1").output
 
 
 def test_a_key_that_is_written_twice_is_warned_of_at_the_line_that_counts(tmp_path):
