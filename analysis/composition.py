@@ -28,7 +28,7 @@ from klgrad.analysis.shell import Command, follow
 Beside = Callable[[str], str | None]
 
 _MAX_DEPTH = 8
-_PROGRAM = re.compile(r"(python|pypy)[\d.]*|torchrun|accelerate|deepspeed|accelerate-launch")
+_PROGRAM = re.compile(r"(python|pypy)[\d.]*|uv|torchrun|accelerate|deepspeed|accelerate-launch")
 _STARTERS = ("swift", "megatron", "trl", "llamafactory-cli", "axolotl", "oumi", "tune", "cosmos-rl", "trinity", "rl")
 _NAMING = ("_component_", "_target_", "recipe", "trainer_type", "trainer", "cls", "class_name", "class_path")
 _CONFIG_FLAGS = re.compile(r"(--config|--config[-_]file|--cfg|-c|--recipe|@|config)")
@@ -88,9 +88,11 @@ def _composed(
 ) -> tuple[list[Setting], list[Gap]]:
     """The settings with those of the ``defaults`` that a YAML text names, in the order in which they count."""
     items = _defaults(text)
-    if items is None or depth > _MAX_DEPTH:
+    if items is None:
         return own, []
     own = [s for s in own if not re.fullmatch(r"defaults(\.\d+.*)?", s.key)]
+    if depth > _MAX_DEPTH:
+        return own, []
     found: list[Setting] = []
     gaps: list[Gap] = []
     for item, under in items if ("_self_", "") in items else [*items, ("_self_", "")]:

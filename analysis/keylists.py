@@ -169,5 +169,8 @@ SOURCES: tuple[Source, ...] = (
         "verl/trainer/config.py", "verl/workers/**/config.py", "verl/workers/config.py",
     ), ("PPOConfig",)),
     Source("search-r1", "search-r1", ("verl/trainer/config/ppo_trainer.yaml",)),
+    Source("cosmos-rl", "cosmos_rl", ("policy/config/__init__.py",), ("Config",)),
+    Source("trinity-rft", "trinity", ("common/config.py",), ("Config",)),
+    Source("axolotl", "axolotl", ("utils/schemas/*.py",), ("AxolotlInputConfig", "TRLConfig")),
     Source("tinker-cookbook", "tinker_cookbook", ("rl/train.py",), ("Config",)),
 )  # fmt: skip

@@ -30,7 +30,7 @@ from klgrad.analysis.settings import plain
 from klgrad.synth.estimators import unknown
 
 FOLDER = Path(__file__).with_name("entries")
-LEVELS = ("error", "warning", "note")
+LEVELS = ("open", "error", "warning", "note")
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,8 @@ def _has_section(section: str, document: Document) -> bool:
 def _names(name: str, pattern: str) -> bool:
     """``a/b/c.py`` is ``a.b.c``; a pattern fits a name that ends in it, part by part."""
     dotted = _dotted(name)
+    if pattern in _ANYBODYS and not name.endswith(".py"):
+        return dotted == pattern
     return fnmatch.fnmatchcase(dotted, pattern) or fnmatch.fnmatchcase(dotted, f"*.{pattern}")
 
 

@@ -140,15 +140,20 @@ def _assigned(node: Node, path: _Path, reader: _Reader) -> list[_Path]:
 def _called(node: Node, path: _Path, reader: _Reader) -> list[_Path]:
     words: list[Word] = []
     for child in node.named_children:
+        path = _with_defaults(child, path)
         if child.type == "variable_assignment":  # in front of a command: its environment, and often read back
             (path,) = _assigned(child, path, reader)
         elif child.type != "file_redirect":
             words += words_of(child, path.values)
-    for child in _descendants(node):
-        if child.type == "expansion" and re.match(r"\$\{\w+:?=", source_of(child)):
-            name, _ = variable_of(child)
-            path = path.having(name, [Word(expansion_of(child, path.values), line_of(child))])
     return _invoked(words, path, reader, _changeable(node, path)) if words else [path]
+
+
+def _with_defaults(node: Node, path: _Path) -> _Path:
+    """After ``${NAME:=default}``, which sets the name."""
+    for each in (node, *_descendants(node)):
+        if each.type == "expansion" and re.match(r"\$\{\w+:?=", source_of(each)):
+            path = path.having(variable_of(each)[0], [Word(expansion_of(each, path.values), line_of(each))])
+    return path
 
 
 def _changeable(node: Node, path: _Path) -> tuple[str, ...]:

@@ -51,12 +51,14 @@ def words_of(node: Node, values: Values) -> list[Word]:
     """The words that one argument comes to: an array or an unquoted variable may be several, or none."""
     if node.type in ("simple_expansion", "expansion"):
         name, whole = variable_of(node)
-        if name in values:
+        if name in values and re.fullmatch(r"\$\{?(\w+|[@*])(\[[@*]\])?\}?", source_of(node)):
             held = values[name]
             return [Word(part, line_of(node) if not whole else w.line) for w in held for part in _split(w.text, whole)]
         value = expansion_of(node, values)
         return [Word(part, line_of(node)) for part in value.split()]
-    if node.type == "string" and len(inner := node.named_children) == 1 and inner[0].type == "expansion":
+    if node.type == "command_substitution":
+        return [Word(part, line_of(node)) for part in _blanks(text_of(node, values))]
+    if node.type == "string" and len(inner := node.named_children) == 1 and "expansion" in inner[0].type:
         name, whole = variable_of(inner[0])
         if whole and name in values:
             return list(values[name])

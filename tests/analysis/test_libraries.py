@@ -16,7 +16,7 @@ NAMES = sorted(libraries())
 FAMILIES = {
     "trl", "verl", "openrlhf", "skyrl", "prime-rl", "slime", "areal", "nemo-rl", "roll", "ms-swift", "open-instruct",
     "torchtune", "tunix", "unsloth", "llama-factory", "trlx", "rl4lms", "transparent-grpo", "easyr1", "search-r1",
-    "miles",
+    "miles", "axolotl", "cosmos-rl", "tinker-cookbook", "trinity-rft",
 }  # fmt: skip
 
 # what each is expected to give, written by hand from the survey of their code: the default, and with a penalty
@@ -30,10 +30,12 @@ FIELD = {
     "tunix-grpo": ("zero", "zero"), "tunix-ppo": ("other", "other"), "unsloth": ("none", "token"),
     "verl": ("none", "token-forward"), "easyr1": ("scaled-sequence",) * 2, "search-r1": ("sequence",) * 2,
     "miles": ("none", "zero"), "ms-swift-ppo": ("sequence",) * 2,
+    "axolotl": ("none", "token-forward"), "cosmos-rl": ("none", "token-forward"),
+    "tinker-cookbook": ("none", "token"), "trinity-rft": ("token",) * 2,
 }  # fmt: skip
 CANNOT = {
     "llama-factory", "open-instruct", "prime-rl", "torchtune-grpo", "transparent-grpo", "trl-grpo", "tunix-grpo",
-    "unsloth",
+    "unsloth", "axolotl", "cosmos-rl", "tinker-cookbook", "trinity-rft",
 }  # fmt: skip
 
 
@@ -191,7 +193,7 @@ KEYS = '[keys]\na={default=0,means="m"}\n'
         (f"{HEAD}odd=1\n{KEYS}", "odd"),
         (f'{HEAD}{KEYS}[[terms]]\nwhen={{b=1}}\ncoefficient="a"', "speaks of b"),
         (f'{HEAD}{KEYS}[[findings]]\nid="i"\nlevel="note"\ntext="{{c}}"\nkeys=[]', "speaks of c"),
-        (f'{HEAD}{KEYS}[[findings]]\nid="i"\nlevel="bad"\ntext=""\nkeys=[]', "the level of i is none of error"),
+        (f'{HEAD}{KEYS}[[findings]]\nid="i"\nlevel="bad"\ntext=""\nkeys=[]', "the level of i is none of open"),
     ],
 )
 def test_a_broken_entry_says_what_is_wrong(tmp_path, content, says):

@@ -284,6 +284,10 @@ EXPECTED = {
     "verl": [("sequence", []), ("other", ["k3-in-reward"]), ("none", [])],
     "easyr1": [("sequence", []), ("other", ["k3-in-reward"]), ("scaled-sequence", [])],
     "search-r1": [("sequence", []), ("zero", ["zero-gradient"]), ("sequence", [])],
+    "axolotl": [("token", []), ("other", ["geometric-ratio"]), ("none", [])],
+    "cosmos-rl": [("token", []), ("other", ["wrong-sign"]), ("none", [])],
+    "tinker-cookbook": [("token", []), ("other", ["wrong-sign"]), ("none", [])],
+    "trinity-rft": [("token", []), ("zero", ["zero-gradient"]), ("token", [])],
     "miles": [("sequence", []), ("none", ["not-applied"]), ("none", [])],
     "ms-swift-ppo": [("sequence", []), ("wrong-sign", ["wrong-sign"]), ("sequence", [])],
 }
