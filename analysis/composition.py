@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from posixpath import normpath
 from typing import Any
 
 from klgrad.analysis.settings import (
@@ -123,7 +124,7 @@ def _defaults(text: str) -> list[tuple[str, str]] | None:
     if not isinstance(listed, list):
         return None
     items = []
-    for each in listed:
+    for each in [str(each).partition("@")[0] if isinstance(each, str) else each for each in listed]:
         group, file = next(iter(each.items())) if isinstance(each, dict) and each else ("", each)
         group = str(group).removeprefix("optional ").removeprefix("/")
         if not isinstance(file, str) or group.startswith(("override ", "hydra")):
@@ -139,8 +140,13 @@ def _from_file(item: str, beside: Beside, depth: int) -> tuple[list[Setting], li
     text = beside(file)
     if text is None:
         return None
+    folder = file.rpartition("/")[0]
+
+    def from_there(name: str) -> str | None:
+        return beside(normpath(f"{folder}/{name}")) if folder else beside(name)
+
     settings, _ = parsed(text, file, form_of(text, file))
-    return _composed(text, file, settings, beside, depth + 1)
+    return _composed(text, file, settings, from_there, depth + 1)
 
 
 def _missing(file: str, what: str) -> Gap:
@@ -165,7 +171,7 @@ def _launch(command: Command) -> _Launch | None:
     starts = [i for i, text in enumerate(texts) if _PROGRAM.fullmatch(text.rpartition("/")[2])]
     for start in reversed(starts):
         for i in range(start + 1, len(texts)):
-            if texts[i] == "-m" and i + 1 < len(texts):
+            if texts[i] in ("-m", "--module") and i + 1 < len(texts):
                 return _Launch(texts[i + 1], tuple(words[i + 2 :]))
             if texts[i].endswith(".py") and not texts[i].startswith("-"):
                 return _Launch(texts[i], tuple(words[i + 1 :]))
@@ -180,7 +186,7 @@ def _runs(text: str, name: str, beside: Beside) -> Iterator[Document]:
     """One document for each program that is started with settings; else one of all that the text holds."""
     check_quotations(text, name)
     script = follow(text, beside)
-    gaps = [replace(_missing(file, f"{name} sources {file}"), decisive=False) for file in script.missing]
+    gaps = [replace(_missing(f, f"{name} sources {f}"), decisive=False, level="note") for f in script.missing]
     seen = []
     launches = [(command, launch) for command in script.commands if (launch := _launch(command)) is not None]
     for command, launch in launches:
@@ -215,8 +221,8 @@ def _run(command: Command, launch: _Launch, name: str, beside: Beside) -> Docume
     settings += list(from_words([w for w in launch.words if not _dropped(w[0])]))
     gaps += [
         Gap("unresolved", f"{text} is not set here, and stands where settings stand", line=line)
-        for text, line in launch.words
-        if re.fullmatch(r"\$\{?[A-Za-z_]\w*(\[[@*]\])?\}?", text)
+        for before, (text, line) in zip([("", 0), *launch.words], launch.words, strict=False)
+        if re.fullmatch(r"\$\{?[A-Za-z_]\w*(\[[@*]\])?\}?", text) and not re.fullmatch(r"--[^=]+", before[0])
     ]
     if command.arguments:
         names_ = ", ".join(command.arguments)

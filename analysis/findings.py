@@ -146,6 +146,7 @@ def _settings_findings(resolution: Resolution) -> Iterator[Finding]:
 _OF_THE_KL = re.compile(r"(?:^|[._])(?:kl|kld|kldiv)(?:$|[._\d])|(?:^|_)kl_?(?:div|coe)")
 _NEAR_THE_KL = re.compile(r"(?:^|_)beta$|(?:^|_)ref(?:$|_)|reference|(?:^|_)penalty")
 _OF_SOMETHING_ELSE = re.compile(r"repetition|length|presence|frequency|overlong|format|rep_|no_repeat")
+_ELSEWHERE = {"env", "envs", "reward", "rewards", "reward_model", "data", "sampling_params", "generation", "eval"}
 _OFF = (None, False, 0, 0.0)
 
 
@@ -174,7 +175,12 @@ def _speaks(name: str, *, known: bool) -> bool:
     if _OF_THE_KL.search(end):
         return True
     last = _short(name)
-    return not known and bool(_NEAR_THE_KL.search(last)) and not _OF_SOMETHING_ELSE.search(last)
+    return (
+        not known
+        and not _ELSEWHERE & set(name.split(".")[:-1])
+        and bool(_NEAR_THE_KL.search(last))
+        and not _OF_SOMETHING_ELSE.search(last)
+    )
 
 
 def _nearest(name: str, resolution: Resolution) -> str | None:
@@ -200,7 +206,7 @@ def _gap_findings(resolution: Resolution, gaps: Sequence[Gap]) -> Iterator[Findi
         if gap.decisive and wanting:
             level = "open"
             message += f": {', '.join(map(_short, wanting[:4]))} may stand there, and the verdict would rest on them"
-        key = matched(unwrapped(gap.key, resolution.library), resolution.library.keys) if gap.key else None
+        key = matched(unwrapped(gap.key, resolution.library), resolution.library) if gap.key else None
         if not gap.key or key in resolution.decisive:
             yield Finding(level, gap.id, message, ((gap.key or gap.file, gap.line),))
 

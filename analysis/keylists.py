@@ -58,11 +58,12 @@ def extract(folder: Path, source: Source, others: Sequence[Path] = ()) -> list[s
     if source.roots:
         trees = [ast.parse(path.read_text(encoding="utf-8")) for path in [*paths, *others] if path.suffix == ".py"]
         classes = {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+        aliases = {name: text for tree in trees for name, text in _aliases(tree)}
         for root in source.roots:
             name, _, section = root.partition(":")
             if name not in classes:
                 raise ValueError(f"{source.name}: there is no class {name} in {', '.join(source.files)}")
-            found |= {f"{section}.{key}" if section else key for key in _fields(name, classes, ())}
+            found |= {f"{section}.{key}" if section else key for key in _fields(name, classes, aliases, ())}
     for path in paths:
         if path.suffix in (".yaml", ".yml"):
             found |= set(_leaves(path.read_text(encoding="utf-8")))
@@ -71,12 +72,22 @@ def extract(folder: Path, source: Source, others: Sequence[Path] = ()) -> list[s
     return sorted(found)
 
 
-def _fields(name: str, classes: dict[str, ast.ClassDef], above: tuple[str, ...]) -> Iterator[str]:
+def _aliases(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Names that a module gives to types: ``Loss = A | B``."""
+    for node in tree.body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(target, ast.Name) and node.value is not None:
+            yield target.id, ast.unparse(node.value)
+
+
+def _fields(
+    name: str, classes: dict[str, ast.ClassDef], aliases: dict[str, str], above: tuple[str, ...]
+) -> Iterator[str]:
     """A dataclass's fields, its bases' first, and below a field those of the class it holds."""
     if name in above or name not in classes:
         return
     for base in classes[name].bases:
-        yield from _fields(ast.unparse(base).rpartition(".")[2], classes, (*above, name))
+        yield from _fields(ast.unparse(base).rpartition(".")[2], classes, aliases, (*above, name))
     for node in classes[name].body:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
@@ -84,9 +95,10 @@ def _fields(name: str, classes: dict[str, ast.ClassDef], above: tuple[str, ...])
         if key.startswith("_") or "ClassVar" in ast.unparse(node.annotation):
             continue
         yield key
-        for held in re.findall(r"\w+", ast.unparse(node.annotation)):
+        words = re.findall(r"\w+", ast.unparse(node.annotation))
+        for held in dict.fromkeys([*words, *(w for word in words for w in re.findall(r"\w+", aliases.get(word, "")))]):
             if held in classes and held != name:
-                yield from (f"{key}.{inner}" for inner in _fields(held, classes, (*above, name)))
+                yield from (f"{key}.{inner}" for inner in _fields(held, classes, aliases, (*above, name)))
 
 
 def _arguments(tree: ast.Module) -> Iterator[str]:

@@ -75,6 +75,7 @@ class Library:
         family: trainers of one library; those that fit a file equally well are told together, in order of ``rank``.
         by_name: whether its settings are another's, so that only its name tells it.
         known: the list of all its settings in ``entries/keys``.
+        gone: settings of that list that this version does not have.
         stage: what is trained, in words, where it is none that is covered.
         until, until_version: of an edition, the date and the version from which it no longer holds.
         asked: the version asked for, where it is one that was not read.
@@ -104,6 +105,7 @@ class Library:
     rank: int = 0
     by_name: bool = False
     known: str = ""
+    gone: tuple[str, ...] = ()
     stage: str = ""
     until: str = ""
     until_version: str = ""
@@ -121,11 +123,22 @@ class Library:
         """The name without an edition's version."""
         return self.name.partition("@")[0]
 
+    @property
+    def how(self) -> str:
+        """Whether the library's own function was run or its source read, and the month of what was."""
+        month = re.search(r"\d{4}-\d{2}", self.read)
+        return ("run" if "executed" in self.read else "read") + (f", {month[0]}" if month else "")
+
+    @cached_property
+    def plain_keys(self) -> Mapping[str, str]:
+        """The entry's keys by how ``plain_key`` writes them."""
+        return {plain_key(key): key for key in self.keys}
+
     @cached_property
     def all_keys(self) -> frozenset[str]:
         """Every setting that the library is known to have, read here or not, as ``plain_key`` writes it."""
         listed = known_keys(self.known or self.name) or known_keys(self.trainer)
-        return frozenset(map(plain_key, [*listed, *self.keys]))
+        return frozenset(map(plain_key, [*(listed - set(self.gone)), *self.keys]))
 
 
 # ------------------------------------------------------------------------------------------------------- the entries
@@ -208,7 +221,8 @@ def _content(path: Path) -> dict[str, Any]:
         if set(base.get(name, {})) - set(keys):
             del base[name]
     inherited = {name: base[name] for name in base if name not in ("until", "until_version", "issues")}
-    return {**inherited, **own, "keys": keys}
+    gone = [*base.get("gone", ()), *dropped]
+    return {**inherited, **own, "keys": keys, "gone": [key for key in gone if key not in keys]}
 
 
 def _made(name: str, content: dict[str, Any]) -> Library:
@@ -228,7 +242,7 @@ def _made(name: str, content: dict[str, Any]) -> Library:
 
 
 _LISTS = (
-    "source", "terms", "findings", "unrelated", "issues", "mains", "packages", "sections", "own",
+    "source", "terms", "findings", "unrelated", "issues", "mains", "packages", "sections", "own", "gone",
 )  # fmt: skip
 
 

@@ -185,7 +185,7 @@ def numbers(terms: Terms, pair: PolicyPair, length: int) -> dict[str, Any]:
 
 # ----------------------------------------------------------------------------------------------------------- overview
 
-SURVEY = ("name", "library", "version", "default", "switched_on", "settings", "verdict", "cannot")
+SURVEY = ("name", "library", "version", "read", "default", "switched_on", "settings", "verdict", "cannot")
 
 
 def _shown(settings: Any) -> str:
@@ -221,6 +221,7 @@ def survey(names: Sequence[str] = ()) -> pd.DataFrame:
                 "name": name,
                 "library": entry.title,
                 "version": entry.version,
+                "read": entry.how,
                 "default": _with_errors(default),
                 "switched_on": _with_errors(_lint_of(entry, entry.switched_on)),
                 "settings": _shown(best),

@@ -19,8 +19,8 @@ from klgrad.analysis.settings import Document, plain
 _MAIN, _PACKAGE, _TOLD, _KNOWN, _ENDING = 5.0, 3.0, 3.0, 1.0, 0.4
 _ANYBODYS = ("train", "train_async", "main", "run", "rl", "grpo", "dpo", "sft", "kto", "gkd", "rloo")  # as file names
 _LEAD = _KNOWN - _ENDING  # a setting by its whole name, where the other has only its last part
-_STAGED = 3  # settings that a training which is not covered must have, if nothing names it
-_COVERED = 0.4  # of a text's settings, that a library which nothing names must know
+_MANY, _MOST = 3, 0.6  # settings that a library must know, and of all, if nothing names it and none is about the KL
+_COVERED, _PLENTY = 0.4, 8  # of a text's settings, that a library which nothing names must know; so many are enough
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ def evidence(entry: Library, document: Document) -> dict[str, float]:
     A setting that it does not know is no evidence against it: people add their own.
     """
     given = {plain_key(unwrapped(s.key, entry)): s.value for s in document.settings}
+    flags = {plain_key(unwrapped(s.key, entry)) for s in document.settings if s.flag}
     clues: dict[str, float] = {}
     for key, values in entry.tells.items():
         if key in given and written(plain(given[key])) in map(written, values):
@@ -73,17 +74,17 @@ def evidence(entry: Library, document: Document) -> dict[str, float]:
             clues[name] = _ENDING if name.endswith(".py") and _dotted(name).rpartition(".")[2] in _ANYBODYS else _MAIN
         elif any(_names(name, package) for package in entry.packages):
             clues[name] = _PACKAGE
-    if entry.by_name and not clues:
+    clues |= {f"{section}.": _TOLD for section in entry.sections if _has_section(section, document)}
+    if not clues and (entry.by_name or (entry.stage and document.format == "command")):
         return {}
     for key, value in given.items():
         known = entry.keys.get(key)
-        if known and known.values and isinstance(value, str) and "$" not in value and not _takes(value, known.values):
+        if known and known.values and "$" not in str(value) and not _takes(value, known.values, key in flags):
             clues[key] = -_KNOWN
         elif key in entry.all_keys:
             clues[key] = _KNOWN
-        elif matched(key, entry.keys) is not None:
+        elif matched(key, entry) is not None:
             clues[key] = _ENDING
-    clues |= {f"{section}.": _TOLD for section in entry.sections if _has_section(section, document)}
     return clues
 
 
@@ -97,8 +98,9 @@ def program(document: Document) -> str | None:
     return document.names[0] if document.format == "command" and document.names else None
 
 
-def _takes(value: str, values: tuple[object, ...]) -> bool:
-    return written(plain(value)) in map(written, values)
+def _takes(value: object, values: tuple[object, ...], flag: bool) -> bool:
+    """Whether a value is one of a setting's; what follows a ``--flag`` that is on or off is no value of it."""
+    return (flag and set(values) == {True, False}) or written(plain(value)) in map(written, values)
 
 
 def _has_section(section: str, document: Document) -> bool:
@@ -121,10 +123,10 @@ def _telling(entry: Library, clues: Mapping[str, float], document: Document) -> 
     """Whether the evidence is about this trainer, and not settings that every program has."""
     named = any(weight >= _TOLD for weight in clues.values())
     keys = {plain_key(unwrapped(s.key, entry)) for s in document.settings}
-    own = any(matched(key, entry.keys) is not None and clues.get(key, 0) > 0 for key in keys)
+    own = any(matched(key, entry) is not None and clues.get(key, 0) > 0 for key in keys)
     covered = sum(weight > 0 for key, weight in clues.items() if key in keys)
-    enough = covered >= _STAGED if entry.stage else own
-    return _total(clues) > 0 and (named or (enough and covered >= _COVERED * len(keys)))
+    enough = (own and not entry.stage) or covered >= max(_MANY, _MOST * len(keys))
+    return _total(clues) > 0 and (named or (enough and covered >= min(_COVERED * len(keys), _PLENTY)))
 
 
 def _total(clues: Mapping[str, float]) -> float:

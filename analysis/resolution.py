@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from klgrad.analysis.libraries import Key, Library, plain_key
+from klgrad.analysis.libraries import Library, plain_key
 from klgrad.analysis.recipes import Recipe, parse_recipe
 from klgrad.analysis.settings import Setting, plain
 from klgrad.synth.estimators import number
@@ -87,10 +87,10 @@ def unwrapped(name: str, entry: Library) -> str:
     return inner if inner and section in entry.sections else name
 
 
-def matched(name: str, keys: Mapping[str, Key]) -> str | None:
+def matched(name: str, entry: Library) -> str | None:
     """The one key that a written name means: itself, or one that ends or begins where the other does."""
     text = plain_key(name)
-    plain_keys = {plain_key(key): key for key in keys}
+    plain_keys, keys = entry.plain_keys, entry.keys
     if text in plain_keys:
         return plain_keys[text]
     for section in (p for p, key in plain_keys.items() if keys[key].section):
@@ -176,7 +176,7 @@ class _Resolver:
 
     def _known(self, name: str) -> str | None:
         """The key that a name means; none where the library has another setting of just that name."""
-        key = matched(name, self.entry.keys)
+        key = matched(name, self.entry)
         if key is None or self.entry.keys[key].section or plain_key(name) == plain_key(key):
             return key
         return None if plain_key(name) in self.entry.all_keys else key

@@ -227,6 +227,8 @@ def _redirected(node: Node, path: _Path, reader: _Reader) -> list[_Path]:
         names = [text_of(c, path.values) for c in target.named_children]
     elif name == "tee":
         names = [word.text for word in words[1:] if not word.text.startswith("-")]
+    elif name == "read" and len(words) > 1:
+        return [path.having(words[-1].text, [Word(text, line_of(node))])]
     else:
         return [path] if body is None else _walk(body, path, reader)
     return [replace(path, written={**path.written, **dict.fromkeys(names, text)})]

@@ -63,7 +63,8 @@ def words_of(node: Node, values: Values) -> list[Word]:
         if whole and name in values:
             return list(values[name])
     if node.type == "array":
-        return [word for child in node.named_children for word in words_of(child, values)]
+        inside = [child for child in node.named_children if child.type != "comment"]
+        return [word for child in inside for word in words_of(child, values)]
     if node.type == "concatenation" and any(c.type in ("simple_expansion", "expansion") for c in node.children):
         return [Word(part, line_of(node)) for part in _blanks(text_of(node, values))]
     return [Word(text_of(node, values), line_of(node))]
@@ -161,7 +162,10 @@ def _filled(text: str, values: Values) -> str:
 
 
 def _substituted(node: Node, values: Values) -> str:
-    """``$(echo text)`` is its text; other output is not known."""
+    """``$(echo text)`` is its text, and the script's own folder is where its file stands; other output is not known."""
+    own = re.search(r"dirname.*(?:BASH_SOURCE(?:\[0\])?\}?|\$0)\"?\)?\"?((?:/[\w.-]+)*)", source_of(node))
+    if own:
+        return f".{own[1]}"
     inner = [child for child in node.named_children if child.type == "command"]
     if len(inner) == 1:
         words = [word.text for child in inner[0].named_children for word in words_of(child, values)]

@@ -100,11 +100,14 @@ def _beside(file: str) -> Callable[[str], str | None]:
     def text(name: str) -> str | None:
         if file == "-" or "$" in name:
             return None
+        parts = Path(name).parts
+        ends = [Path(*parts[i:]) for i in range(1, len(parts))] if Path(name).is_absolute() else [Path(name)]
         for start in [folder, *list(folder.parents)[:_ABOVE]]:
-            try:
-                return (start / name).read_text(encoding="utf-8-sig")
-            except (OSError, ValueError):
-                continue
+            for end in ends:
+                try:
+                    return (start / end).read_text(encoding="utf-8-sig")
+                except (OSError, ValueError):
+                    continue
         return None
 
     return text

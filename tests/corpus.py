@@ -1,7 +1,7 @@
 """Small texts in the shapes in which people keep settings, with what the library does with them.
 
 A row is a trainer, its settings, and the field that they give: ``none`` for no penalty, ``open`` where no verdict may
-be given. Fields are written by hand from the libraries' code. Each row is rendered in shapes that its trainer is run in,
+be given. Fields are written by hand from the libraries' code. Each row is rendered in shapes that its trainer has,
 among settings of the library that are nothing to the KL.
 """
 
