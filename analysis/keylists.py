@@ -124,6 +124,57 @@ def _leaves(text: str) -> Iterator[str]:
     yield from walk(yaml.safe_load(text), ())
 
 
+def folder_of(module: str) -> Path | None:
+    """Where an installed package stands, which is not imported; None where it is not installed."""
+    from importlib.util import find_spec
+
+    try:
+        spec = find_spec(module)
+    except (ImportError, ValueError):
+        spec = None
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(places[0]) if places else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A list and what the installed package has: its version, all its settings, those added and those gone."""
+
+    source: Source
+    version: str
+    keys: tuple[str, ...]
+    added: tuple[str, ...]
+    gone: tuple[str, ...]
+
+
+def compare(names: Sequence[str] = ()) -> Iterator[Comparison | tuple[Source, str]]:
+    """Each list against the package that is installed, or why it could not be: ``(source, sentence)``.
+
+    Args:
+        names: lists; all of the newest versions if empty.
+    """
+    from importlib.metadata import PackageNotFoundError, packages_distributions, version
+
+    for source in SOURCES:
+        if source.name not in names and (names or "@" in source.name):
+            continue
+        folder = folder_of(source.package)
+        if folder is None:
+            yield source, "not installed"
+            continue
+        try:
+            others = [place / file for module, file in source.also if (place := folder_of(module)) is not None]
+            keys = extract(folder, source, others)
+            installed = version(packages_distributions().get(source.package, [source.package])[0])
+        except (OSError, SyntaxError, ValueError, PackageNotFoundError) as error:
+            yield source, f"cannot be read: {error}"
+            continue
+        listed = known_keys(source.name)
+        yield Comparison(
+            source, installed, tuple(keys), tuple(sorted(set(keys) - listed)), tuple(sorted(listed - set(keys)))
+        )
+
+
 def write(source: Source, version: str, keys: Sequence[str], folder: Path = FOLDER) -> Path:
     """A list with what it was read from in its first line."""
     path = folder / f"{source.name}.txt"
@@ -146,7 +197,6 @@ SOURCES: tuple[Source, ...] = (
         "trainer/config/legacy_reward_impl.yaml",
     )),
     Source("verl@0.2", "verl", ("trainer/config/ppo*.yaml",)),
-    Source("verl@0.4.0", "verl", ("trainer/config/ppo*.yaml",)),
     _trl("trl-grpo", "GRPOConfig", "GRPOScriptArguments"),
     _trl("trl-rloo", "RLOOConfig", "RLOOScriptArguments"),
     _trl("trl-dpo", "DPOConfig"),

@@ -34,7 +34,8 @@ def libraries(frame: pd.DataFrame, format: str = "text") -> str:
     """The table as text, Markdown or LaTeX.
 
     Args:
-        frame: columns ``name, library, version, read, default, switched_on, settings, verdict, cannot``, one row per library.
+        frame: columns ``name, library, version, read, default, switched_on, settings, verdict, cannot``, one row per
+            library.
         format: one of ``FORMATS``.
 
     Raises:
