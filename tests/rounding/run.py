@@ -39,7 +39,7 @@ def _threads(n):
     return Variation(dict.fromkeys(THREADS, str(n)), {"threads": rf"{n}( {n})*"}, "" if n == 1 else f"{n} cores")
 
 
-_PRESCOTT = {"openblas": "(Katmai|Prescott)( (Katmai|Prescott))*"}  # one kernel, called by the older name
+_PRESCOTT = {"blas": ".*openblas.* (Katmai|Prescott)"}  # one kernel, called by the older name
 _NARROW = {"numpy": rf"(?!.*({WIDE.pattern})).+"}
 
 VARIATIONS = {
@@ -50,8 +50,8 @@ VARIATIONS = {
     "torch-avx2": Variation({TORCH: "avx2"}, {"torch": "AVX2"}, "AVX2"),
     "torch-avx512": Variation({TORCH: "avx512"}, {"torch": "AVX512"}, "AVX-512"),
     "openblas-prescott": Variation({BLAS: "Prescott"}, _PRESCOTT, "x86"),
-    "openblas-haswell": Variation({BLAS: "Haswell"}, {"openblas": "Haswell( Haswell)*"}, "AVX2"),
-    "openblas-skylakex": Variation({BLAS: "SkylakeX"}, {"openblas": "SkylakeX( SkylakeX)*"}, "AVX-512"),
+    "openblas-haswell": Variation({BLAS: "Haswell"}, {"blas": ".* Haswell"}, "AVX2"),
+    "openblas-skylakex": Variation({BLAS: "SkylakeX"}, {"blas": ".* SkylakeX"}, "AVX-512"),
     "one-thread": _threads(1),
     "two-threads": _threads(2),
     "hash-0": Variation({HASH: "0"}, {"hash": "0"}),
@@ -64,7 +64,7 @@ VARIATIONS = {
     ),
     "avx2": Variation(
         {NUMPY: AVX512, TORCH: "avx2", BLAS: "Haswell", HASH: "1"},
-        {**_NARROW, "torch": "AVX2", "openblas": "Haswell( Haswell)*"},
+        {**_NARROW, "torch": "AVX2", "blas": ".* Haswell"},
         "AVX2",
     ),
 }  # fmt: skip
@@ -116,30 +116,19 @@ def environment(variables, found):
     return {name: value for name, value in filled.items() if value}
 
 
-def _openblas(path):
-    """``(kernel, threads)`` of a loaded OpenBLAS; wheels give its functions a prefix and a suffix."""
-    library = ctypes.CDLL(str(path))
-    for prefix, suffix in (("scipy_", "64_"), ("scipy_", ""), ("", "64_"), ("", "")):
-        name = getattr(library, f"{prefix}openblas_get_corename{suffix}", None)
-        if name is not None:
-            name.restype = ctypes.c_char_p
-            return name().decode(), getattr(library, f"{prefix}openblas_get_num_threads{suffix}")()
-    raise SystemExit(f"{path} does not say which kernel it uses")
-
-
 def in_use():
     """What this process computes with, in the libraries' own words."""
-    import numpy
-    import scipy.linalg
     import torch
+    from numpy._core import _multiarray_umath
 
-    folders = [Path(package.__file__).parents[1] / f"{package.__name__}.libs" for package in (numpy, scipy)]
-    blas = [_openblas(path) for folder in folders for path in folder.glob("*openblas*")]
-    return {
+    from klgrad.analysis.arithmetic import arithmetic
+
+    library = ctypes.CDLL(_multiarray_umath.__file__)  # OpenBLAS is found through it; wheels rename its functions
+    names = ("scipy_openblas_get_num_threads64_", "scipy_openblas_get_num_threads", "openblas_get_num_threads")
+    blas = [getattr(library, name)() for name in names if hasattr(library, name)][:1]
+    return arithmetic(torch=True) | {
         "numpy": " ".join(simd()[1]),
-        "torch": torch.backends.cpu.get_cpu_capability(),
-        "openblas": " ".join(name for name, _ in blas),
-        "threads": " ".join(str(n) for n in (torch.get_num_threads(), *(n for _, n in blas))),
+        "threads": " ".join(map(str, (torch.get_num_threads(), *blas))),
         "hash": os.environ.get(HASH, "random"),
     }
 
