@@ -57,6 +57,7 @@ def documents(text: str, name: str = "-", beside: Beside = nowhere, *, may_be_em
     if may_be_empty and is_empty(text):
         return [Document((), (), form)]
     found = list(_runs(text, name, beside)) if form == "command" else [_config(text, name, form, beside)]
+    found += [run for held in _scripts(found[0]) for run in _runs(held, name, beside)] if form == "yaml" else []
     found = [_interpolated(each) for run in found for each in _swept(run)]
     if not any(run.settings for run in found):
         raise ValueError(f"{name} holds no settings (read as {form})")
@@ -66,6 +67,12 @@ def documents(text: str, name: str = "-", beside: Beside = nowhere, *, may_be_em
 def read(text: str, name: str = "-", *, may_be_empty: bool = False) -> Document:
     """The first run of a text that refers to nothing beside it; see ``documents``."""
     return documents(text, name, may_be_empty=may_be_empty)[0]
+
+
+def _scripts(config: Document) -> list[str]:
+    """Scripts that a config holds, as those of job schedulers do."""
+    texts = [s.value for s in config.settings if isinstance(s.value, str) and re.search(r"\S\s+\S", s.value)]
+    return [text for text in texts if any(_launch(command) for command in follow(text).commands)]
 
 
 def _swept(document: Document) -> Iterator[Document]:

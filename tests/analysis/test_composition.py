@@ -113,6 +113,11 @@ def test_a_variable_that_nothing_sets_is_said_and_the_scripts_own_arguments_are_
     assert pairs(found) == {"a": 1}
 
 
+def test_a_script_inside_of_a_config_is_read():
+    text = f"name: job\nrun: |\n  export K=k1\n  {RUN} \\\n    a.kl=$K\n"
+    assert [pairs(run).get("a.kl") for run in documents(text, "f.yaml")] == [None, "k1"]
+
+
 def test_hydras_multirun_is_a_run_for_each_value():
     found = documents(f"{RUN} --multirun a.kl=k1,k2 a.n=1 a.list=[1,2]", "f.sh")
     assert [(run.label, pairs(run)["a.kl"], pairs(run)["a.n"]) for run in found] == [
