@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, product
 from posixpath import normpath
 from typing import Any
 
@@ -24,7 +25,7 @@ from klgrad.analysis.settings import (
     parsed,
     plain,
 )
-from klgrad.analysis.shell import Command, follow
+from klgrad.analysis.shell import MAX_PATHS, Command, follow
 
 Beside = Callable[[str], str | None]
 
@@ -56,7 +57,8 @@ def documents(text: str, name: str = "-", beside: Beside = nowhere, *, may_be_em
     if may_be_empty and is_empty(text):
         return [Document((), (), form)]
     found = list(_runs(text, name, beside)) if form == "command" else [_config(text, name, form, beside)]
-    found = [_interpolated(run) for run in found]
+    found += [run for held in _scripts(found[0]) for run in _runs(held, name, beside)] if form == "yaml" else []
+    found = [_interpolated(each) for run in found for each in _swept(run)]
     if not any(run.settings for run in found):
         raise ValueError(f"{name} holds no settings (read as {form})")
     return found
@@ -65,6 +67,25 @@ def documents(text: str, name: str = "-", beside: Beside = nowhere, *, may_be_em
 def read(text: str, name: str = "-", *, may_be_empty: bool = False) -> Document:
     """The first run of a text that refers to nothing beside it; see ``documents``."""
     return documents(text, name, may_be_empty=may_be_empty)[0]
+
+
+def _scripts(config: Document) -> list[str]:
+    """Scripts that a config holds, as those of job schedulers do."""
+    texts = [s.value for s in config.settings if isinstance(s.value, str) and re.search(r"\S\s+\S", s.value)]
+    return [text for text in texts if any(_launch(command) for command in follow(text).commands)]
+
+
+def _swept(document: Document) -> Iterator[Document]:
+    """Hydra's ``--multirun``: each value of ``key=a,b`` is a run."""
+    if not any(setting.key == "multirun" and setting.flag for setting in document.settings):
+        yield document
+        return
+    swept = [s for s in document.settings if isinstance(s.value, str) and re.fullmatch(r"[^\[({,]+(,[^,]+)+", s.value)]
+    for values in islice(product(*(str(s.value).split(",") for s in swept)), MAX_PATHS):
+        chosen = dict(zip(swept, values, strict=True))
+        settings = tuple(replace(s, value=plain(chosen[s])) if s in chosen else s for s in document.settings)
+        label = ", ".join([document.label] * bool(document.label) + [f"{s.key}={v}" for s, v in chosen.items()])
+        yield replace(document, settings=settings, label=label)
 
 
 # ----------------------------------------------------------------------------------------------------------- configs

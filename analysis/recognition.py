@@ -123,7 +123,7 @@ def _telling(entry: Library, clues: Mapping[str, float], document: Document) -> 
     """Whether the evidence is about this trainer, and not settings that every program has."""
     named = any(weight >= _TOLD for weight in clues.values())
     keys = {plain_key(unwrapped(s.key, entry)) for s in document.settings}
-    own = any(matched(key, entry) is not None and clues.get(key, 0) > 0 for key in keys)
+    own = any(matched(key, entry) is not None and clues.get(key, 0) >= _KNOWN for key in keys)
     covered = sum(weight > 0 for key, weight in clues.items() if key in keys)
     enough = (own and not entry.stage) or covered >= max(_MANY, _MOST * len(keys))
     return _total(clues) > 0 and (named or (enough and covered >= min(_COVERED * len(keys), _PLENTY)))

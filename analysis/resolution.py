@@ -17,6 +17,7 @@ from klgrad.analysis.settings import Setting, plain
 from klgrad.synth.estimators import number
 
 ASSUMED_GROUP = 8
+_ANYTHINGS = {"n", "name", "type", "path", "estimator", "target", "horizon", "coef", "coeff", "enabled", "ref"}
 _GROUPED = ("loo=", "group-mean=", "group-std=")
 
 When = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -96,7 +97,9 @@ def matched(name: str, entry: Library) -> str | None:
     for section in (p for p, key in plain_keys.items() if keys[key].section):
         if text.startswith(f"{section}."):
             return plain_keys[section]
-    ends = [k for p, k in plain_keys.items() if p.endswith(f".{text}") or text.endswith(f".{p}")]
+    if text in _ANYTHINGS:
+        return None
+    ends = [k for p, k in plain_keys.items() if p.endswith(f".{text}") or ("." in p and text.endswith(f".{p}"))]
     return ends[0] if len(ends) == 1 else None
 
 

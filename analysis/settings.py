@@ -285,7 +285,7 @@ def from_words(words: Sequence[tuple[str, int]]) -> Iterator[Setting]:
                 yield Setting(key, plain(value), line)
                 continue
             following = words[i + 1][0] if i + 1 < len(words) else "-"
-            if _is_value(following):
+            if _is_value(following) and _takes_value(token):
                 yield Setting(key, plain(following), line, flag=True)
             else:
                 yield Setting(key, True, line, flag=True)
@@ -301,7 +301,7 @@ def _is_value(token: str) -> bool:
 
 
 def _takes_value(token: str) -> bool:
-    return token.startswith("--") and "=" not in token
+    return token.startswith("--") and "=" not in token and token != "--multirun"
 
 
 def check_quotations(text: str, name: str) -> None:

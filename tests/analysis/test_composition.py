@@ -113,6 +113,20 @@ def test_a_variable_that_nothing_sets_is_said_and_the_scripts_own_arguments_are_
     assert pairs(found) == {"a": 1}
 
 
+def test_a_script_inside_of_a_config_is_read():
+    text = f"name: job\nrun: |\n  export K=k1\n  {RUN} \\\n    a.kl=$K\n"
+    assert [pairs(run).get("a.kl") for run in documents(text, "f.yaml")] == [None, "k1"]
+
+
+def test_hydras_multirun_is_a_run_for_each_value():
+    found = documents(f"{RUN} --multirun a.kl=k1,k2 a.n=1 a.list=[1,2]", "f.sh")
+    assert [(run.label, pairs(run)["a.kl"], pairs(run)["a.n"]) for run in found] == [
+        ("a.kl=k1", "k1", 1), ("a.kl=k2", "k2", 1),
+    ]  # fmt: skip
+    (one,) = documents(f"{RUN} a.kl=k1,k2", "f.sh")
+    assert pairs(one)["a.kl"] == "k1,k2"
+
+
 def test_a_text_without_a_program_is_all_settings():
     (found,) = documents("lr=1\nKL=0.2\nrun.kl=$KL\nARGS=(a.b=3)\n--flag 4", "f.sh")
     assert pairs(found) == {"lr": 1, "run.kl": 0.2, "a.b": 3, "flag": 4}

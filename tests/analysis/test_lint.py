@@ -201,6 +201,14 @@ def test_what_is_off_or_about_something_else_leaves_the_verdict(text):
     assert [f.id for f in report(text, "verl").findings] == ["no-penalty"]
 
 
+def test_a_common_last_name_elsewhere_is_not_ours():
+    found = report("name=run logger.name=x", "nemo-rl")
+    assert "read-as" not in {f.id for f in found.findings}
+    other = report("optimizer.beta=0.9", "trl-grpo")
+    assert other.open
+    assert other.resolution.values["beta"] == 0
+
+
 def test_a_near_miss_of_a_whole_setting_is_told_and_a_last_name_in_common_is_none():
     found = report("algorithm.adv_estimater=grpo", "verl")
     assert said(found, "unknown-key").level == "warning"

@@ -40,7 +40,7 @@ def test_one_key_of_its_own_or_a_name_decides():
 
 
 def test_names_in_paths_and_comments_are_no_evidence():
-    text = "# verl openrlhf trlx\ncd /work/verl\npython mine.py --out runs/openrlhf --wandb_project trl"
+    text = "# verl openrlhf trlx\ncd src/verl\npython mine.py --out runs/openrlhf --wandb_project trl"
     with pytest.raises(ValueError, match="no setting names a library"):
         of(text, "f.sh")
 
