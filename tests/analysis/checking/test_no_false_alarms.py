@@ -78,7 +78,8 @@ def reinforce(logp, ref_logp, mask, beta):
 
 def ppo_kl_in_reward(logp, ref_logp, old_logp, mask, rewards, kl_coef):
     """Whole-reply advantages, clipped; on-policy every ratio is 1."""
-    advantage = (rewards - kl_coef * masked(mask, old_logp - ref_logp).sum(-1))[:, None]
+    paid = kl_coef * masked(mask, old_logp - ref_logp).sum(-1) if kl_coef else 0.0  # no KL, however large, at 0
+    advantage = (rewards - paid)[:, None]
     ratio = masked(mask, logp - old_logp).exp()
     return -masked(mask, torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)).sum(-1).mean()
 
@@ -88,11 +89,12 @@ def grpo_k3_in_loss(logp, ref_logp, old_logp, mask, advantages, beta, clip=0.2):
     ratio = masked(mask, logp - old_logp).exp()
     policy = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
     delta = masked(mask, logp - ref_logp)
-    return masked(mask, beta * (torch.expm1(-delta) + delta) - policy).sum(-1).mean()
+    kl = beta * (torch.expm1(-delta) + delta) if beta else torch.zeros_like(delta)
+    return masked(mask, kl - policy).sum(-1).mean()
 
 
 def rloo(logp, ref_logp, old_logp, mask, rewards, beta):
-    reward = rewards - beta * masked(mask, old_logp - ref_logp).sum(-1)
+    reward = rewards - (beta * masked(mask, old_logp - ref_logp).sum(-1) if beta else 0.0)
     others = (reward.sum() - reward) / max(len(reward) - 1, 1)
     return -((reward - others) * masked(mask, logp).sum(-1)).mean()
 
