@@ -1,0 +1,540 @@
+"""Wrong code, torch: terms of every token or reply."""
+
+import torch
+import torch.nn.functional as F
+from corpus import causes as why
+from corpus.entries import Corpus
+
+CORPUS = Corpus()
+wrong = CORPUS.wrong
+
+
+def only(mask, x):
+    return torch.where(mask.bool(), x, torch.zeros_like(x))
+
+
+# --------------------------------------------------------------------------------------------- sign, arguments
+
+
+@wrong("sequence", "reward", why.SIGN, why.SWAPPED)
+def reference_minus_policy(logp, ref_logp):
+    return ref_logp - logp
+
+
+@wrong("sequence", "reward", why.SIGN, why.SWAPPED, returns="reward")
+def reward_that_pays_for_drift(log_probs, ref_log_probs, action_mask, kl_coef):
+    return kl_coef * only(action_mask, log_probs - ref_log_probs)
+
+
+@wrong("sequence", "reward", why.SIGN, returns="return")
+def returns_that_pay_for_drift(logp, ref_logp, mask):
+    k = only(mask, logp - ref_logp)
+    return k.flip(-1).cumsum(-1).flip(-1)
+
+
+@wrong("token", "loss", why.SIGN)
+def minus_k2(logp, ref_logp):
+    return -((logp - ref_logp) ** 2) / 2
+
+
+@wrong("token-forward", "loss", why.OTHER, why.SWAPPED, why.RATIO_INVERTED, why.TRUNCATED)
+def k3_with_the_ratio_inverted(logp, ref_logp):
+    d = logp - ref_logp
+    return d.exp() - d - 1
+
+
+@wrong("token-forward", "loss", why.OTHER, why.SIGN, r"sign")
+def k3_with_the_wrong_sign_in_the_middle(per_token_logps, ref_per_token_logps):
+    d = ref_per_token_logps - per_token_logps
+    return d.exp() + d - 1
+
+
+@wrong("token-forward", "loss", why.OTHER, why.SIGN, why.RATIO_INVERTED)
+def k3_of_minus_the_exponent(per_token_logps, ref_per_token_logps):
+    d = ref_per_token_logps - per_token_logps
+    return (-d).exp() - d - 1
+
+
+@wrong("sequence", "both", why.OTHER, why.SWAPPED, why.RATIO_INVERTED)
+def k3_inverted_in_both(log_prob, ref_log_prob):
+    ratio = torch.exp(log_prob - ref_log_prob)
+    return ratio - 1 - (log_prob - ref_log_prob)
+
+
+@wrong("token", "loss", why.RATIO_INVERTED)
+def ratio_upside_down(logp, old_logp, ref_logp):
+    return (old_logp - logp).exp() * (logp - ref_logp)
+
+
+@wrong("token", "loss", why.RATIO_INVERTED)
+def ratio_upside_down_on_k3(log_prob, old_log_prob, ref_log_prob):
+    d = ref_log_prob - log_prob
+    return torch.exp(old_log_prob - log_prob) * (d.exp() - d - 1)
+
+
+@wrong("sequence", "loss", why.RATIO_INVERTED)
+def sequence_ratio_upside_down(logp, old_logp, ref_logp, mask):
+    weight = only(mask, old_logp - logp).sum(-1).exp()
+    return weight * only(mask, logp - ref_logp).sum(-1)
+
+
+# --------------------------------------------------------------------------------------- the placement is wrong
+
+
+@wrong("sequence", "loss", why.ZERO, why.FREE)
+def k1_in_the_loss(log_probs, ref_log_probs):
+    return log_probs - ref_log_probs
+
+
+@wrong("token", "loss", why.ZERO, why.FREE)
+def k1_in_the_loss_masked(log_probs, ref_log_probs, loss_mask):
+    return only(loss_mask, log_probs - ref_log_probs).sum(-1)
+
+
+@wrong("sequence", "loss", why.FORWARD)
+def k3_in_the_loss(logp, ref_logp):
+    d = ref_logp - logp
+    return d.exp() - d - 1
+
+
+@wrong("token", "loss", why.FORWARD)
+def k3_in_the_loss_by_token(logprobs, ref_logprobs, response_mask):
+    d = only(response_mask, ref_logprobs - logprobs)
+    return torch.expm1(d) - d
+
+
+@wrong("sequence", "reward", why.K3_IN_REWARD)
+def k3_in_the_reward(logp, ref_logp):
+    d = ref_logp - logp
+    return d.exp() - d - 1
+
+
+@wrong("sequence", "reward", why.K3_IN_REWARD, why.FORWARD, returns="return")
+def k3_in_rewards_to_go(logp, ref_logp, mask):
+    d = only(mask, ref_logp - logp)
+    k = torch.expm1(d) - d
+    return -k.flip(-1).cumsum(-1).flip(-1)
+
+
+@wrong("sequence", "reward", why.OTHER, r"k2")
+def k2_in_the_reward(logp, ref_logp):
+    return 0.5 * (logp - ref_logp).square()
+
+
+@wrong("sequence", "both", r"k2")
+def k2_in_both(logp, ref_logp):
+    return 0.5 * (logp - ref_logp).square()
+
+
+@wrong("sequence", "loss", why.NO_FUTURE)
+def k2_for_the_sequence(logp, ref_logp):
+    return 0.5 * (logp - ref_logp).square()
+
+
+@wrong("sequence", "reward", why.NO_FUTURE, returns="return")
+def own_token_for_the_sequence(logp, ref_logp):
+    return (ref_logp - logp).detach()
+
+
+@wrong("token", "loss", r"k2", why.OTHER)
+def live_ratio_times_k2(logp, old_logp, ref_logp):
+    return (logp - old_logp).exp() * 0.5 * (logp - ref_logp) ** 2
+
+
+@wrong("token", "loss", why.DEAD)
+def dead_because_detached(logp, ref_logp):
+    return 0.5 * (logp.detach() - ref_logp) ** 2
+
+
+@wrong("token", "loss", why.DEAD)
+@torch.no_grad()
+def dead_under_no_grad(logp, ref_logp):
+    return 0.5 * (logp - ref_logp) ** 2
+
+
+@wrong("token", "loss", why.DEAD)
+def dead_because_rebuilt(logp, ref_logp):
+    return torch.tensor((0.5 * (logp - ref_logp) ** 2).tolist(), dtype=logp.dtype)
+
+
+@wrong("token", "loss", why.ZERO, why.DEAD)
+def detached_weight_alone(logp, ref_logp):
+    """The weight is detached, and so is the log-prob it should weigh."""
+    return (logp - ref_logp).detach() * logp.detach()
+
+
+@wrong("token", "loss", why.DEAD, why.ALIAS)
+def reference_is_the_policy(logp, ref_logp):
+    ref_logp = logp
+    return 0.5 * (logp - ref_logp) ** 2
+
+
+@wrong("sequence", "reward", why.ALIAS)
+def reference_is_the_sampler(logp, old_logp):
+    return logp - old_logp
+
+
+@wrong("token", "loss", why.ZERO, why.FREE, r"half|0\.5|entropy")
+def ratio_of_detached_terms(logp, ref_logp):
+    """The wrong half is detached: the score is left without its weight."""
+    return logp - ref_logp.detach() + (0.5 * (logp - ref_logp) ** 2).detach()
+
+
+# --------------------------------------------------------------------------------------------------- strength
+
+
+@wrong("token", "loss", r"\b2 times|divide by 2")
+def square_without_half(logp, ref_logp):
+    return (logp - ref_logp) ** 2
+
+
+@wrong("token", "loss", r"\b2 times|divide by 2")
+def mse_without_half(log_prob, ref_log_prob, response_mask):
+    return F.mse_loss(only(response_mask, log_prob), only(response_mask, ref_log_prob), reduction="none")
+
+
+@wrong("sequence", "reward", r"0\.5 times|divide by 0\.5")
+def half_k1(logp, ref_logp):
+    return 0.5 * (logp - ref_logp)
+
+
+@wrong("sequence", "reward", r"1\.44\d* times|divide by 1\.44|log2|base 2")
+def in_bits(logp, ref_logp):
+    return (logp - ref_logp) / torch.log(torch.tensor(2.0, dtype=logp.dtype))
+
+
+@wrong("sequence", "reward", r"0\.434\d* times|log10|base 10")
+def in_decades(logp, ref_logp):
+    return torch.log10(logp.exp()) - torch.log10(ref_logp.exp())
+
+
+@wrong("token-forward", "loss", r"0\.5 times|divide by 0\.5")
+def half_k3(logp, ref_logp):
+    d = ref_logp - logp
+    return 0.5 * (torch.expm1(d) - d)
+
+
+@wrong("token-forward", "loss", r"0\.0625 times|divide by 0\.0625")
+def sixteenth_of_k3(per_token_logps, ref_per_token_logps):
+    d = ref_per_token_logps - per_token_logps
+    return (d.exp() - d - 1) / 16
+
+
+@wrong("sequence", "reward", why.WITHIN)
+def two_per_cent_more(logp, ref_logp):
+    return 1.02 * (logp - ref_logp)
+
+
+@wrong("token", "loss", why.WITHIN, r"0\.99")
+def one_per_cent_less(logp, ref_logp):
+    return 0.99 * 0.5 * (logp - ref_logp) ** 2
+
+
+@wrong("sequence", "reward", r"within \d|0\.95|0\.05")
+def a_little_forward_kl(logp, ref_logp):
+    d = ref_logp - logp
+    return -0.95 * d + 0.05 * d.exp() * d
+
+
+@wrong("token", "loss", why.HALF, shows="rounding", level="any")
+def half_precision_inside(logp, ref_logp):
+    return (0.5 * (logp - ref_logp) ** 2).bfloat16()
+
+
+@wrong("sequence", "reward", why.HALF, shows="rounding", level="any")
+def float16_difference(log_probs, log_probs_base):
+    return log_probs.half() - log_probs_base.half()
+
+
+@wrong("sequence", "reward", why.HALF, shows="rounding", level="any")
+def bfloat16_log_softmax(logits, ref_logits, labels):
+    a, b = (x.bfloat16().log_softmax(-1).gather(-1, labels[..., None])[..., 0] for x in (logits, ref_logits))
+    return a - b
+
+
+# ------------------------------------------------------------------------------------------- another quantity
+
+
+@wrong("sequence", "reward", why.OTHER)
+def absolute_value_in_the_reward(logp, ref_logp):
+    return (logp - ref_logp).abs()
+
+
+@wrong("token", "loss", r"total variation", why.OTHER)
+def absolute_value_in_the_loss(logp, ref_logp):
+    return (logp - ref_logp).abs()
+
+
+@wrong("sequence", "reward", why.OTHER, why.CLAMPED)
+def negative_ones_cut_off(logp, ref_logp):
+    return (logp - ref_logp).clamp(min=0)
+
+
+@wrong("token", "loss", why.OTHER, why.CLAMPED)
+def relu_before_the_square(logp, ref_logp):
+    return 0.5 * F.relu(logp - ref_logp) ** 2
+
+
+@wrong("sequence", "reward", why.OTHER, r"not an estimate|value")
+def difference_of_probabilities(logp, ref_logp):
+    return logp.exp() - ref_logp.exp()
+
+
+@wrong("sequence", "reward", why.OTHER, r"sequence|probabilit")
+def weighted_by_the_probability_again(logp, ref_logp):
+    """The sample is drawn with pi already."""
+    return logp.exp() * (logp - ref_logp)
+
+
+@wrong("token", "loss", why.OTHER, r"p\(|probabilit|sampled")
+def kl_div_of_sampled_log_probs(logp, ref_logp):
+    return F.kl_div(ref_logp, logp, log_target=True, reduction="none")
+
+
+@wrong("sequence", "reward", r"entropy", why.OTHER, r"cross-entropy")
+def reference_forgotten(logp, ref_logp):
+    return logp + 0 * ref_logp
+
+
+@wrong("sequence", "reward", r"cross-entropy", why.OTHER)
+def policy_forgotten(logp, ref_logp):
+    return -ref_logp + 0 * logp
+
+
+@wrong("sequence", "reward", why.TEMPERATURE, why.IDENTITY)
+def divided_log_prob(logp, ref_logp, temperature=0.6):
+    return logp / temperature - ref_logp
+
+
+@wrong("sequence", "reward", why.TEMPERATURE, why.IDENTITY, why.OTHER)
+def one_side_at_a_temperature(logits, ref_logits, labels):
+    a, b = (logits / 0.7).log_softmax(-1), ref_logits.log_softmax(-1)
+    return (a - b).gather(-1, labels[..., None])[..., 0]
+
+
+@wrong("token", "loss", why.TWO_TOKENS)
+def bernoulli(logp, ref_logp):
+    p, q = logp.exp(), ref_logp.exp()
+    return p * (logp - ref_logp) + (1 - p) * (torch.log1p(-p) - torch.log1p(-q))
+
+
+@wrong("token", "loss", why.TWO_TOKENS)
+def bernoulli_in_logits(log_prob, ref_log_prob, response_mask):
+    p = only(response_mask, log_prob).exp().clamp(1e-9, 1 - 1e-9)
+    q = only(response_mask, ref_log_prob).exp().clamp(1e-9, 1 - 1e-9)
+    return only(response_mask, p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log())
+
+
+# ------------------------------------------------------------------------------------------------------ clamps
+
+
+@wrong("token", "loss", r"0\.5\b", why.CLAMPED, shows="drift", level="any")
+def log_ratio_held_to_a_half(logp, ref_logp):
+    return 0.5 * (logp - ref_logp).clamp(-0.5, 0.5) ** 2
+
+
+@wrong("sequence", "reward", why.CLAMPED)
+def log_ratio_held_to_one(logp, ref_logp):
+    return torch.clamp(logp - ref_logp, -1.0, 1.0)
+
+
+@wrong("token-forward", "loss", why.CLAMPED, shows="drift", level="warning")
+def value_held_to_ten(logp, ref_logp):
+    d = ref_logp - logp
+    return torch.clamp(d.exp() - d - 1, max=10.0)
+
+
+@wrong("sequence", "reward", why.CLAMPED, shows="drift", level="warning")
+def k1_held_to_five(log_probs, ref_log_probs):
+    return (log_probs - ref_log_probs).clamp(-5, 5)
+
+
+@wrong("token", "loss", r"at 0|clamp", why.OTHER)
+def value_floored_at_zero(logp, old_logp, ref_logp):
+    """Of k1 under the live ratio: where the log-ratio is negative the gradient is gone."""
+    return ((logp - old_logp).exp() * (logp - ref_logp)).clamp(min=0)
+
+
+@wrong("token", "loss", r"delta|linear|grows|clamp|Huber|log-ratio", shows="drift", level="any")
+def narrow_huber(logp, ref_logp):
+    return F.huber_loss(logp, ref_logp, reduction="none", delta=1.0)
+
+
+@wrong("token", "loss", why.CAP, shows="stale", level="any")
+def capped_ratio(logp, old_logp, ref_logp):
+    return torch.clamp((logp - old_logp).exp(), max=2.0).detach() * 0.5 * (logp - ref_logp) ** 2
+
+
+@wrong("token", "loss", why.CAP, shows="stale", level="any")
+def capped_ratio_on_k1(log_prob, old_log_prob, ref_log_prob):
+    weight = (log_prob - old_log_prob).detach().exp().clamp_max(1.5)
+    return weight * (log_prob - ref_log_prob).detach() * log_prob
+
+
+@wrong("sequence", "loss", why.CAP, shows="stale", level="any")
+def capped_sequence_ratio(logp, old_logp, ref_logp, mask):
+    weight = torch.minimum(only(mask, logp - old_logp).sum(-1).exp(), torch.tensor(2.0, dtype=logp.dtype))
+    return weight.detach() * only(mask, logp - ref_logp).sum(-1).detach() * only(mask, logp).sum(-1)
+
+
+@wrong("sequence", "loss", r"T\b|geometric|length", why.OTHER)
+def geometric_ratio(logp, old_logp, ref_logp, mask):
+    n = mask.sum(-1).clamp(min=1)
+    weight = (only(mask, logp - old_logp).sum(-1) / n).exp()
+    return weight * only(mask, logp - ref_logp).sum(-1)
+
+
+@wrong("sequence", "loss", r"T\b|length|token", why.OTHER)
+def mean_ratio_on_k3(logp, old_logp, ref_logp, mask):
+    n = mask.sum(-1, keepdim=True).clamp(min=1)
+    weight = (only(mask, logp - old_logp).sum(-1, keepdim=True) / n).exp()
+    d = only(mask, ref_logp - logp)
+    return weight * (torch.expm1(d) - d)
+
+
+# ---------------------------------------------------------------------------------------------- mask and shift
+
+
+@wrong("sequence", "reward", why.SHIFTED)
+def reference_one_late(logp, ref_logp):
+    return logp - torch.roll(ref_logp, 1, dims=-1)
+
+
+@wrong("token", "loss", why.SHIFTED)
+def reference_one_early(logp, ref_logp, mask):
+    late = F.pad(ref_logp[:, 1:], (0, 1))
+    return 0.5 * only(mask, logp - late) ** 2
+
+
+@wrong("sequence", "reward", why.LAST)
+def end_token_dropped(logp, ref_logp, mask):
+    inner = mask.bool() & F.pad(mask[:, 1:].bool(), (0, 1))
+    return only(inner, logp - ref_logp)
+
+
+@wrong("token", "loss", why.LAST)
+def end_token_dropped_from_k2(logp, ref_logp, mask):
+    inner = mask.bool() & F.pad(mask[:, 1:].bool(), (0, 1))
+    return 0.5 * only(inner, logp - ref_logp) ** 2
+
+
+@wrong("sequence", "reward", why.FIRST)
+def first_token_dropped(logp, ref_logp, mask):
+    inner = mask.bool() & F.pad(mask[:, :-1].bool(), (1, 0))
+    return only(inner, logp - ref_logp)
+
+
+@wrong("token", "loss", why.FIRST)
+def first_column_dropped(logp, ref_logp, mask):
+    k = 0.5 * only(mask, logp - ref_logp) ** 2
+    return F.pad(k[:, 1:], (1, 0)).sum(-1)
+
+
+@wrong("sequence", "reward", why.SHIFTED, why.LAST)
+def mask_shifted_by_one(logp, ref_logp, mask):
+    return only(F.pad(mask[:, 1:], (0, 1)), logp - ref_logp).sum(-1)
+
+
+@wrong("sequence", "reward", r"mask is inverted|inverted|masked places|padd", why.ALIAS, why.PADDING)
+def mask_inverted(logp, ref_logp, mask):
+    return (logp - ref_logp).masked_fill(mask.bool(), 0.0).sum(-1)
+
+
+@wrong("token", "loss", r"inverted|padd|zero for every")
+def mask_inverted_in_the_loss(logp, ref_logp, mask):
+    return (0.5 * (logp - ref_logp) ** 2).masked_fill(mask.bool(), 0.0).sum(-1)
+
+
+@wrong("sequence", "reward", why.HOLES, shows="holes", returns="return")
+def environment_leaks_into_returns(logp, ref_logp, mask):
+    k = logp - ref_logp
+    return -k.flip(-1).cumsum(-1).flip(-1) * mask
+
+
+@wrong("sequence", "reward", why.HOLES, shows="holes", returns="return")
+def environment_leaks_by_counting(logp, ref_logp, mask):
+    count = mask.long().sum(-1, keepdim=True)
+    head = torch.arange(mask.shape[1])[None] < count
+    return -only(head, logp - ref_logp).flip(-1).cumsum(-1).flip(-1)
+
+
+@wrong("token", "loss", why.HOLES, why.LEFT, shows="holes")
+def first_n_instead_of_the_mask(logp, ref_logp, mask):
+    first = torch.arange(logp.shape[1])[None] < mask.long().sum(-1, keepdim=True)
+    return only(first, 0.5 * (logp - ref_logp) ** 2).sum(-1)
+
+
+@wrong("token", "loss", why.HOLES, shows="holes")
+def up_to_the_last_real_token(logp, ref_logp, mask):
+    upto = mask.long().flip(-1).cumsum(-1).flip(-1) > 0
+    return only(upto, 0.5 * (logp - ref_logp) ** 2).sum(-1)
+
+
+@wrong("sequence", "reward", why.HOLES, why.LEFT, why.EMPTY, why.PADDING, shows="holes")
+def running_total_at_the_last_index(logp, ref_logp, mask):
+    total = (logp - ref_logp).cumsum(-1)
+    last = mask.long().sum(-1, keepdim=True) - 1
+    return total.gather(-1, last.clamp(min=0))[:, 0]
+
+
+@wrong("sequence", "reward", why.EMPTY, why.NAN, shows="empty")
+def mean_times_length(logp, ref_logp, mask):
+    n = mask.sum(-1)
+    return only(mask, logp - ref_logp).sum(-1) / n * n
+
+
+@wrong("sequence", "reward", r"prefix|past|earlier|direction", why.OTHER, returns="return")
+def returns_in_the_wrong_direction(logp, ref_logp, mask):
+    return -only(mask, logp - ref_logp).cumsum(-1)
+
+
+@wrong("sequence", "reward", r"future term|discount|token", why.OTHER, returns="return")
+def returns_with_a_discount(logp, ref_logp, mask):
+    gain, out = torch.zeros(len(logp), dtype=logp.dtype), []
+    for t in reversed(range(logp.shape[1])):
+        gain = only(mask[:, t], ref_logp[:, t] - logp[:, t]) + 0.9 * gain
+        out.append(gain)
+    return torch.stack(out[::-1], dim=1)
+
+
+@wrong("token", "reward", r"sequence-level|future", returns="return")
+def returns_where_own_token_is_meant(student_logp, teacher_logp, mask):
+    k = only(mask, teacher_logp - student_logp)
+    return k.flip(-1).cumsum(-1).flip(-1)
+
+
+@wrong("sequence", "reward", why.BY_T, why.OTHER)
+def mean_of_the_reply(logp, ref_logp, mask):
+    return only(mask, logp - ref_logp).sum(-1) / mask.sum(-1).clamp(min=1)
+
+
+@wrong("sequence", "reward", r"\bT\b|length|times", returns="return")
+def sum_paid_at_every_token(logp, ref_logp, mask):
+    """The whole sum as the reward of each token, and then summed again to go."""
+    total = -only(mask, logp - ref_logp).sum(-1, keepdim=True)
+    each = only(mask, total.expand_as(logp))
+    return each.flip(-1).cumsum(-1).flip(-1)
+
+
+# ------------------------------------------------------------------------------------------ what it does otherwise
+
+
+@wrong("token", "loss", why.RANDOM, shows="random")
+def dropout_inside(logp, ref_logp):
+    return 0.5 * F.dropout(logp - ref_logp, 0.1, training=True) ** 2
+
+
+@wrong("sequence", "reward", why.IN_PLACE, shows="in place")
+def writes_into_its_argument(logp, ref_logp):
+    ref_logp -= 0.1
+    return logp - ref_logp - 0.1
+
+
+@wrong("sequence", "reward", r"-inf|infinite|NaN", shows="support", level="any")
+def probability_floor_hides_the_mismatch(logp, ref_logp):
+    return logp - ref_logp.clamp(min=-6.0)
+
+
+@wrong("sequence", "reward", r"-inf|infinite|NaN", shows="support", level="any")
+def nan_to_num(logp, ref_logp):
+    return torch.nan_to_num(logp - ref_logp, nan=0.0, posinf=0.0, neginf=0.0)
