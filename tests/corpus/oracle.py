@@ -21,9 +21,6 @@ from corpus.entries import Entry
 
 V, LENGTH = 3, 3
 DTYPE = torch.float64
-CLOSE = 1e-6  # relative: central differences of step 1e-5 err by 1e-9, float64 by less
-SINGLE = 2e-4  # what computes in float32 inside
-APART = 5e-3  # a wrong field is at least this far from the wanted one
 
 _NAMES = {
     "log_probs": "logp logps log_prob log_probs per_token_logps action_log_probs new_logp new_log_probs new_logprobs "
@@ -69,15 +66,14 @@ class World:
     real: torch.Tensor
     others: torch.Tensor
 
-    def picked(self, table: torch.Tensor, fill: float) -> torch.Tensor:
-        """``[M, T]`` log-probs of the tokens; ``fill`` where padded."""
-        each = table.log_softmax(-1)[self.contexts].gather(-1, self.tokens[..., None])[..., 0]
-        return torch.where(self.real, each, torch.full_like(each, fill))
+    def picked(self, table: torch.Tensor) -> torch.Tensor:
+        """``[M, T]`` log-probs of the tokens; where padded, those of token 0: a model scores padding too."""
+        return table.log_softmax(-1)[self.contexts].gather(-1, self.tokens[..., None])[..., 0]
 
     @property
     def score(self) -> torch.Tensor:
         """``[M]`` log-probability of the policy's own tokens."""
-        return torch.where(self.mask, self.picked(self.theta, 0.0), torch.zeros(())).sum(-1)
+        return torch.where(self.mask, self.picked(self.theta), torch.zeros(())).sum(-1)
 
     @property
     def probability(self) -> torch.Tensor:
@@ -101,12 +97,13 @@ def _unroll(start: int, length: int, *, end: int | None) -> Iterator[list[tuple[
 
 
 @cache
-def world(layout: str, *, seed: int = 0, spread: float = 1.0) -> World:
-    """The world of a layout; ``spread`` scales the logits."""
-    rng = np.random.default_rng([7, seed])
+def world(layout: str, length: int = LENGTH, spread: float = 1.0) -> World:
+    """The world of a layout; ``spread`` scales the logits, and with them the log-ratios."""
+    rng = np.random.default_rng(7)
     theta, reference = (torch.tensor(spread * rng.normal(size=(V + 1, V))) for _ in range(2))
     theta[:, -1] -= 0.7  # replies long enough where the last token ends them
-    rows = list(_unroll(V, LENGTH + (layout == "holes"), end=V - 1 if layout in ("ends", "left") else None))
+    reference[:, -1] -= 0.7
+    rows = list(_unroll(V, length + (layout == "holes"), end=V - 1 if layout in ("ends", "left") else None))
     width = max(map(len, rows))
     contexts, tokens = (np.zeros((len(rows), width), np.int64) for _ in range(2))
     real = np.zeros((len(rows), width), bool)
@@ -187,8 +184,11 @@ OBJECTIVES: dict[str, tuple[Callable[[World], torch.Tensor], ...]] = {
 }
 
 
-def fields(w: World, target: str) -> list[torch.Tensor]:
-    """The gradients ``[S, V]`` that are right for the target."""
+def fields(w: World, target: str, weight: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """The gradients ``[S, V]`` that are right for the target; ``weight [M]`` holds prefixes at another sampler's."""
+    if weight is not None and target == "token":
+        held = (weight[:, None] * _local(w, _reverse)).sum()
+        return [torch.autograd.grad(held, w.theta)[0]]
     return [torch.autograd.grad(objective(w), w.theta)[0] for objective in OBJECTIVES[target]]
 
 
@@ -199,11 +199,9 @@ def fields(w: World, target: str) -> list[torch.Tensor]:
 class Given:
     """What the function is given besides the model's numbers."""
 
-    padded: tuple[float, float] = (-1.3, -0.4)
     rewards: bool = False
     beta: float = 1.0
     mu: torch.Tensor | None = None
-    empty: bool = False
 
 
 PLAIN = Given()
@@ -211,8 +209,8 @@ PLAIN = Given()
 
 def arguments(entry: Entry, w: World, given: Given, mask: str, dtype: torch.dtype = DTYPE) -> dict[str, Any]:
     """The function's arguments by name; tensors."""
-    policy, reference = w.picked(w.theta, given.padded[0]), w.picked(w.reference, given.padded[1])
-    sampler = policy.detach() if given.mu is None else w.picked(given.mu, given.padded[0])
+    policy, reference = w.picked(w.theta), w.picked(w.reference)
+    sampler = policy.detach() if given.mu is None else w.picked(given.mu)
     rows, last = len(w.tokens), w.real & ~w.real.roll(-1, 1)
     last[:, -1] = w.real[:, -1]
     reward = torch.where(w.real, w.tokens * 1.7 - 0.4, torch.zeros((), dtype=DTYPE)).sum(-1) * given.rewards
@@ -255,7 +253,7 @@ def call(entry: Entry, w: World, given: Given = PLAIN) -> torch.Tensor:
 
 def _called(entry: Entry, made: dict[str, Any]) -> torch.Tensor:
     if not is_numpy(entry):
-        return entry.function(**made)
+        return torch.as_tensor(entry.function(**made), dtype=DTYPE)
     arrays = {n: v.detach().numpy() if isinstance(v, torch.Tensor) else v for n, v in made.items()}
     return torch.tensor(np.array(entry.function(**arrays), float))
 
@@ -289,7 +287,7 @@ def surrogate(entry: Entry, w: World, given: Given = PLAIN) -> torch.Tensor:
         return _grouped(entry, w, given, weight)
     value = _penalty(entry, w, given)
     if value.ndim == 0:
-        each = [_penalty(entry, _with_empty(_rows(w, [i]), given), given) for i in range(len(weight))]
+        each = [_penalty(entry, _rows(w, [i]), given) for i in range(len(weight))]
         return (weight * torch.stack(each)).sum()
     return (weight * _placed(entry, w, value)).sum()
 
@@ -297,20 +295,9 @@ def surrogate(entry: Entry, w: World, given: Given = PLAIN) -> torch.Tensor:
 def _placed(entry: Entry, w: World, value: torch.Tensor) -> torch.Tensor:
     """``[B]`` the term in its placement."""
     if value.ndim == 2:  # returns, each for its own token
-        return (value.detach() * torch.where(w.mask, w.picked(w.theta, 0.0), torch.zeros(()))).sum(-1)
+        return (value.detach() * torch.where(w.mask, w.picked(w.theta), torch.zeros(()))).sum(-1)
     pathwise = value if entry.placement != "reward" else torch.zeros(())
     return pathwise + (value.detach() * w.score if entry.placement != "loss" else 0.0)
-
-
-def _with_empty(w: World, given: Given) -> World:
-    """A row of nothing but padding beside each of these."""
-    if not given.empty:
-        return w
-    nothing = replace(_rows(w, [0]), mask=torch.zeros_like(w.mask[:1]), real=torch.zeros_like(w.real[:1]))
-    return replace(w, **{n: torch.cat([getattr(w, n), getattr(nothing, n)]) for n in _FIELDS})
-
-
-_FIELDS = ("contexts", "tokens", "mask", "real", "others")
 
 
 def _grouped(entry: Entry, w: World, given: Given, weight: torch.Tensor) -> torch.Tensor:

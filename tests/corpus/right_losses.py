@@ -13,6 +13,11 @@ def keep(mask, x):
     return torch.where(mask.bool(), x, torch.zeros_like(x))
 
 
+def weighed(beta, kl):
+    """Nothing at all for a coefficient of 0, where the KL may be infinite."""
+    return beta * kl if beta else torch.zeros_like(kl)
+
+
 # ------------------------------------------------------------------------------------------ the KL in the loss
 
 
@@ -24,7 +29,7 @@ def k2_per_reply(logp, ref_logp, mask):
 @right("token", "loss")
 def k2_over_batch(log_prob, ref_log_prob, response_mask, kl_loss_coef):
     each = keep(response_mask, log_prob - ref_log_prob) ** 2 / 2
-    return kl_loss_coef * each.sum() / each.shape[0]
+    return weighed(kl_loss_coef, each.sum() / each.shape[0])
 
 
 @right("token-forward", "loss", warns=FAR)
@@ -33,20 +38,20 @@ def grpo_dr_style(per_token_logps, ref_per_token_logps, old_per_token_logps, com
     gap = keep(completion_mask, ref_per_token_logps - per_token_logps)
     ratio = keep(completion_mask, per_token_logps - old_per_token_logps).exp()
     policy = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    return keep(completion_mask, policy + beta * (gap.exp() - gap - 1)).sum(-1).mean()
+    return keep(completion_mask, policy + weighed(beta, gap.exp() - gap - 1)).sum(-1).mean()
 
 
 @right("token", "loss", warns=FAR)
 def grpo_with_bias_correction(per_token_logps, ref_per_token_logps, old_per_token_logps, completion_mask, beta):
     gap = keep(completion_mask, ref_per_token_logps - per_token_logps)
     weight = keep(completion_mask, per_token_logps - old_per_token_logps).exp()
-    return beta * keep(completion_mask, weight * (gap.exp() - gap - 1)).sum(-1).mean()
+    return weighed(beta, keep(completion_mask, weight * (gap.exp() - gap - 1))).sum(-1).mean()
 
 
 @right("token", "loss", warns=FAR)
 def full_kl_loss(logits, ref_logits, mask, beta):
     a, b = logits.log_softmax(-1), ref_logits.log_softmax(-1)
-    return beta * keep(mask, (a.exp() * (a - b)).sum(-1)).sum(-1).mean()
+    return weighed(beta, keep(mask, (a.exp() * (a - b)).sum(-1)).sum(-1).mean())
 
 
 @right("token", "loss")
@@ -84,12 +89,12 @@ def whitened_reward_beside(logp, ref_logp, mask, rewards):
 @right("sequence", "loss")
 def reinforce_surrogate(logp, ref_logp, mask, beta):
     paid = keep(mask, logp - ref_logp).sum(-1).detach()
-    return beta * (paid * keep(mask, logp).sum(-1)).mean()
+    return weighed(beta, (paid * keep(mask, logp).sum(-1)).mean())
 
 
 @right("sequence", "loss", warns=(STALE, POISON))
 def ppo_clipped(logp, ref_logp, old_logp, mask, rewards, kl_coef):
-    advantage = (rewards - kl_coef * keep(mask, old_logp - ref_logp).sum(-1)).unsqueeze(-1)
+    advantage = (rewards - weighed(kl_coef, keep(mask, old_logp - ref_logp).sum(-1))).unsqueeze(-1)
     ratio = keep(mask, logp - old_logp).exp()
     surrogate = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     return -keep(mask, surrogate).sum(-1).mean()
@@ -98,7 +103,7 @@ def ppo_clipped(logp, ref_logp, old_logp, mask, rewards, kl_coef):
 @right("sequence", "loss", warns=(STALE,))
 def reinforce_plus_plus(logp, ref_logp, old_logp, response_mask, token_level_rewards, kl_ctl):
     """Rewards to go of token rewards less the KL."""
-    paid = keep(response_mask, token_level_rewards - kl_ctl * (old_logp - ref_logp))
+    paid = keep(response_mask, token_level_rewards - weighed(kl_ctl, old_logp - ref_logp))
     gains = paid.flip(1).cumsum(1).flip(1)
     ratio = keep(response_mask, logp - old_logp).exp()
     return -keep(response_mask, ratio * gains).sum(-1).mean()
@@ -107,13 +112,13 @@ def reinforce_plus_plus(logp, ref_logp, old_logp, response_mask, token_level_rew
 @right("sequence", "loss", warns=(STALE,))
 def sequence_ratio(logp, ref_logp, old_logp, mask, rewards, beta):
     log_w = keep(mask, logp - old_logp).sum(-1)
-    paid = rewards - beta * keep(mask, logp - ref_logp).sum(-1).detach()
+    paid = rewards - weighed(beta, keep(mask, logp - ref_logp).sum(-1).detach())
     return -(log_w.exp() * paid).mean()
 
 
 @right("sequence", "loss", warns=(GROUP, STALE), group=2)
 def rloo(logp, ref_logp, old_logp, mask, rewards, beta):
-    paid = rewards - beta * keep(mask, old_logp - ref_logp).sum(-1)
+    paid = rewards - weighed(beta, keep(mask, old_logp - ref_logp).sum(-1))
     n = len(paid)
     baseline = (paid.sum() - paid) / max(n - 1, 1)
     return -((paid - baseline) * keep(mask, logp).sum(-1)).mean()
@@ -122,7 +127,7 @@ def rloo(logp, ref_logp, old_logp, mask, rewards, beta):
 @right("sequence", "loss", warns=(GROUP, STALE), group=2)
 def group_mean_unbiased(logp, ref_logp, old_logp, mask, rewards, beta):
     """The mean holds the reply itself: n / (n - 1) makes up for it."""
-    paid = rewards - beta * keep(mask, old_logp - ref_logp).sum(-1)
+    paid = rewards - weighed(beta, keep(mask, old_logp - ref_logp).sum(-1))
     n = len(paid)
     centred = (paid - paid.mean()) * (n / (n - 1)) if n > 1 else paid
     return -(centred[:, None] * keep(mask, logp)).sum(-1).mean()
@@ -132,7 +137,7 @@ def group_mean_unbiased(logp, ref_logp, old_logp, mask, rewards, beta):
 def centred_task_reward_then_kl(logp, ref_logp, old_logp, mask, rewards, beta):
     """The task's reward is centred by its group before the KL comes in, which keeps its own strength."""
     task = rewards - rewards.mean()
-    paid = task - beta * keep(mask, old_logp - ref_logp).sum(-1)
+    paid = task - weighed(beta, keep(mask, old_logp - ref_logp).sum(-1))
     return -(paid[:, None] * keep(mask, logp)).sum(-1).mean()
 
 
@@ -141,7 +146,7 @@ def k3_loss_and_k3_reward(logp, ref_logp, mask, beta):
     """A value that is unbiased, in the reward and in the loss at once."""
     gap = keep(mask, ref_logp - logp)
     k3 = (gap.exp() - gap - 1).sum(-1)
-    return beta * (k3 + k3.detach() * keep(mask, logp).sum(-1)).mean()
+    return weighed(beta, (k3 + k3.detach() * keep(mask, logp).sum(-1)).mean())
 
 
 @right("sequence", "loss")
@@ -149,7 +154,7 @@ def k2_and_strictly_later_k1(logp, ref_logp, mask, beta):
     """A token's own KL by its square, the later ones by the score."""
     k = keep(mask, logp - ref_logp)
     later = (k.flip(1).cumsum(1).flip(1) - k).detach()
-    return beta * (0.5 * k**2 + later * keep(mask, logp)).sum(1).mean()
+    return weighed(beta, (0.5 * k**2 + later * keep(mask, logp)).sum(1).mean())
 
 
 @right("sequence", "loss")
@@ -158,7 +163,7 @@ def critic_as_baseline(logp, ref_logp, mask, labels, beta):
     k = keep(mask, logp - ref_logp).detach()
     gains = k.flip(1).cumsum(1).flip(1)
     before = torch.cat([torch.zeros_like(labels[:, :1]), labels[:, :-1]], dim=1)
-    return beta * ((gains - 0.1 * before) * keep(mask, logp)).sum(-1).mean()
+    return weighed(beta, ((gains - 0.1 * before) * keep(mask, logp)).sum(-1).mean())
 
 
 @right("sequence", "loss", warns=FAR)
@@ -168,7 +173,7 @@ def full_kl_through_everything(logits, ref_logits, labels, mask, beta):
     exact = keep(mask, (a.exp() * (a - b)).sum(-1))
     logp = keep(mask, a.gather(-1, labels[..., None]).squeeze(-1))
     total = exact.sum(-1)
-    return beta * (total + total.detach() * logp.sum(-1)).mean()
+    return weighed(beta, (total + total.detach() * logp.sum(-1)).mean())
 
 
 @right("sequence", "loss")

@@ -25,12 +25,15 @@ def inner_product_with_the_mask(logp, ref_logp, mask):
 
 @right("sequence", "reward", returns="reward")
 def shaped_reward(logp, ref_logp, mask, rewards, beta):
+    if beta == 0:
+        return np.array(rewards)
     return rewards - beta * np.sum(np.where(mask, logp - ref_logp, 0.0), axis=-1)
 
 
 @right("sequence", "reward", returns="return")
 def returns_by_flipping(logp, ref_logp, mask, token_level_rewards, beta):
-    paid = np.where(mask, token_level_rewards - beta * (logp - ref_logp), 0.0)
+    kl = logp - ref_logp if beta else np.zeros_like(logp)
+    paid = np.where(mask, token_level_rewards - beta * kl, 0.0)
     return np.flip(np.cumsum(np.flip(paid, axis=1), axis=1), axis=1)
 
 

@@ -13,6 +13,11 @@ def only(mask, x):
     return torch.where(mask.bool(), x, torch.zeros_like(x))
 
 
+def weighed(beta, kl):
+    """Nothing at all for a coefficient of 0, where the KL may be infinite."""
+    return beta * kl if beta else torch.zeros_like(kl)
+
+
 # ---------------------------------------------------------------------------------------- k1, into the reward
 
 
@@ -49,13 +54,13 @@ def rloo_sequence_kl_by_product(per_token_logps, ref_per_token_logps, completion
 
 @right("sequence", "reward", returns="reward")
 def negative_kl_reward(logprobs, ref_logprobs, loss_mask, kl_coef):
-    return -kl_coef * only(loss_mask, logprobs - ref_logprobs)
+    return -weighed(kl_coef, only(loss_mask, logprobs - ref_logprobs))
 
 
 @right("sequence", "reward", returns="reward")
 def score_minus_kl(logp, ref_logp, mask, rewards, beta):
     kl = only(mask, logp - ref_logp).sum(-1)
-    return rewards - beta * kl
+    return rewards - weighed(beta, kl)
 
 
 @right("sequence", "reward")
@@ -122,7 +127,7 @@ CORPUS.append(Entry(Penalty(), "sequence", "reward"))
 
 @right("sequence", "reward", returns="return")
 def reverse_cumsum(log_probs, ref_log_probs, response_mask, kl_ctl):
-    paid = -kl_ctl * only(response_mask, log_probs - ref_log_probs)
+    paid = -weighed(kl_ctl, only(response_mask, log_probs - ref_log_probs))
     return only(response_mask, paid.flip(-1).cumsum(-1).flip(-1))
 
 
@@ -130,7 +135,7 @@ def reverse_cumsum(log_probs, ref_log_probs, response_mask, kl_ctl):
 def loop_backwards(logp, ref_logp, mask, token_level_rewards, beta):
     gain = torch.zeros(logp.shape[0], dtype=logp.dtype)
     out = []
-    paid = token_level_rewards - beta * (logp - ref_logp)
+    paid = token_level_rewards - weighed(beta, logp - ref_logp)
     for t in reversed(range(logp.shape[1])):
         gain = gain + only(mask[:, t], paid[:, t])
         out.append(gain)
@@ -139,7 +144,7 @@ def loop_backwards(logp, ref_logp, mask, token_level_rewards, beta):
 
 @right("sequence", "reward", returns="return")
 def whole_reply_broadcast(logp, ref_logp, mask, rewards, beta):
-    total = rewards - beta * only(mask, logp - ref_logp).sum(-1)
+    total = rewards - weighed(beta, only(mask, logp - ref_logp).sum(-1))
     return total[:, None].expand_as(logp)
 
 

@@ -55,7 +55,7 @@ def raw_logits_taken(logits, ref_logits, tokens):
     return (np.take_along_axis(logits, at, -1) - np.take_along_axis(ref_logits, at, -1))[..., 0]
 
 
-@wrong("token", "loss", why.NORMALISE)
+@wrong("sequence", "both", why.NORMALISE)
 def softmax_of_one_side(logits, ref_logits):
     p = np.exp(logits - logits.max(-1, keepdims=True))
     p = p / p.sum(-1, keepdims=True)

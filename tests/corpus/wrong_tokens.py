@@ -43,7 +43,7 @@ def k3_with_the_ratio_inverted(logp, ref_logp):
     return d.exp() - d - 1
 
 
-@wrong("token-forward", "loss", why.OTHER, why.SIGN, r"sign")
+@wrong("sequence", "both", why.SIGN)
 def k3_with_the_wrong_sign_in_the_middle(per_token_logps, ref_per_token_logps):
     d = ref_per_token_logps - per_token_logps
     return d.exp() + d - 1

@@ -40,7 +40,7 @@ def raw_squares(logits, ref_logits, labels, mask):
     return 0.5 * keep(mask, gap) ** 2
 
 
-@wrong("token", "loss", why.NORMALISE)
+@wrong("sequence", "both", why.NORMALISE)
 def kl_div_of_raw_input(logits, ref_logits):
     return F.kl_div(ref_logits, logits.softmax(-1), reduction="none").sum(-1)
 
