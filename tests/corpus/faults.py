@@ -124,7 +124,7 @@ def stale(entry: Entry) -> bool:
     """The right field with the sampler near the policy, and another one where the ratio passes the cap."""
     w = world("fixed")
     found = []
-    for step in (0.02, 1.5):
+    for step in (0.02, 4.0):
         mu = (w.theta + step * torch.linspace(-1, 1, w.theta.numel()).reshape(w.theta.shape)).detach()
         found.append(distance(entry, w, Given(mu=mu), w.at(mu).probability.detach()))
     return found[0] < CLOSE and found[1] > APART
