@@ -10,7 +10,8 @@ from typing import Any
 TAIL = r"heavy tail"
 FLOAT16 = r"float16|half"
 OVERFLOW = r"overflow|past what this precision holds|not finite"
-CLAMP = r"clamp|no gradient for log|gradient is exactly 0"
+CLAMP = r"clamp|no gradient for log"
+CANCEL = r"cancel|digits lost"
 POISON = r"padded places|0 x inf"
 IMPOSSIBLE = r"neither can emit|-inf in both"
 UNREACHED = r"reference cannot emit"
@@ -28,7 +29,7 @@ class Entry:
     Args:
         function: the callable.
         target: the field that is wanted of it.
-        placement: ``reward``, ``loss`` or ``both``.
+        placement: ``reward``, ``loss`` or ``both``; None where none is asked for.
         warns: right code: what its warnings may be about (regular expressions); any other one is false.
         causes: wrong code: phrases (regular expressions) of which the report holds one at least.
         shows: wrong code: what the oracle shows it by, one of ``oracle.FAULTS``.
@@ -39,7 +40,7 @@ class Entry:
 
     function: Callable[..., Any]
     target: str
-    placement: str
+    placement: str | None
     warns: tuple[str, ...] = ()
     causes: tuple[str, ...] = ()
     shows: str = "field"
@@ -57,7 +58,7 @@ class Corpus(list[Entry]):
     """Entries in the order in which they are written down."""
 
     def right(
-        self, target: str, placement: str, *, warns: tuple[str, ...] = (), group: int = 1, **options: Any
+        self, target: str, placement: str | None, *, warns: tuple[str, ...] = (), group: int = 1, **options: Any
     ) -> Callable[[Any], Any]:
         """Add a function that is right for the target."""
 
@@ -68,8 +69,8 @@ class Corpus(list[Entry]):
         return add
 
     def wrong(
-        self, target: str, placement: str, *causes: str, shows: str = "field", level: str = "error", group: int = 1,
-        **options: Any,
+        self, target: str, placement: str | None, *causes: str, shows: str = "field", level: str = "error",
+        group: int = 1, **options: Any,
     ) -> Callable[[Any], Any]:  # fmt: skip
         """Add a function that is not; the report names one of the causes."""
 

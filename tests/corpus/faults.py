@@ -127,7 +127,7 @@ def stale(entry: Entry) -> bool:
     for step in (0.02, 4.0):
         mu = (w.theta + step * torch.linspace(-1, 1, w.theta.numel()).reshape(w.theta.shape)).detach()
         found.append(distance(entry, w, Given(mu=mu), w.at(mu).probability.detach()))
-    return found[0] < CLOSE and found[1] > APART
+    return found[0] < found[1] / 10 and found[1] > APART
 
 
 def random(entry: Entry) -> bool:
@@ -159,10 +159,16 @@ def summed(entry: Entry) -> bool:
     return distance(entry, w) < CLOSE and torch.allclose(_slope(entry, twice), 2 * _slope(entry, w))
 
 
+def placement(entry: Entry) -> bool:
+    """The right field in one placement and another one in another, and none is asked for."""
+    off = [distance(replace(entry, placement=where), world("ends")) for where in ("reward", "loss", "both")]
+    return entry.placement is None and min(off) < CLOSE and max(off) > APART
+
+
 FAULTS: dict[str, Callable[[Entry], bool]] = {
     "field": field, "holes": holes, "padding": padding, "empty": empty, "beta": beta, "beta zero": beta_zero,
     "reward": reward, "reward lost": reward_lost, "rounding": rounding, "drift": drift, "stale": stale,
-    "random": random, "in place": in_place, "support": support, "sum": summed,
+    "random": random, "in place": in_place, "support": support, "sum": summed, "placement": placement,
 }  # fmt: skip
 
 

@@ -2,11 +2,11 @@
 
 import torch
 import torch.nn.functional as F
-from corpus.entries import CLAMP, FLOAT16, GROUP, OVERFLOW, POISON, STALE, TAIL, Corpus
+from corpus.entries import CANCEL, FLOAT16, GROUP, OVERFLOW, POISON, STALE, TAIL, Corpus
 
 CORPUS = Corpus()
 right = CORPUS.right
-FAR = (TAIL, OVERFLOW, FLOAT16, CLAMP)
+FAR = (TAIL, OVERFLOW, FLOAT16, CANCEL)
 
 
 def keep(mask, x):
@@ -81,6 +81,17 @@ def whitened_reward_beside(logp, ref_logp, mask, rewards):
     spread = rewards.std() if len(rewards) > 1 else torch.ones_like(rewards[0])
     white = (rewards - rewards.mean()) / (spread + 1e-6)
     return white.mean() * 0 + 0.5 * keep(mask, logp - ref_logp).square().sum(-1).mean()
+
+
+@right("token-forward", "loss", warns=(*FAR, POISON))
+def masked_after_the_exponential(logp, ref_logp, mask):
+    d = ref_logp - logp
+    return keep(mask, d.exp() - 1 - d).sum(-1).mean()
+
+
+@right("token", "loss", warns=(POISON,))
+def masked_by_multiplication(logp, ref_logp, mask):
+    return (0.5 * (logp - ref_logp) ** 2 * mask).sum(-1).mean()
 
 
 # ---------------------------------------------------------------------------------------- the KL in the reward

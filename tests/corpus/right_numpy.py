@@ -1,11 +1,11 @@
 """Right code, numpy: as in tests, notebooks and reward workers that hold no torch."""
 
 import numpy as np
-from corpus.entries import CLAMP, FLOAT16, OVERFLOW, POISON, TAIL, Corpus
+from corpus.entries import CANCEL, FLOAT16, OVERFLOW, POISON, TAIL, Corpus
 
 CORPUS = Corpus()
 right = CORPUS.right
-FAR = (TAIL, OVERFLOW, FLOAT16, CLAMP)
+FAR = (TAIL, OVERFLOW, FLOAT16, CANCEL)
 
 
 @right("sequence", "reward")

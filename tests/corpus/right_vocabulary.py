@@ -67,6 +67,12 @@ def plain_softmax(logits, ref_logits):
     return (p * (logits.log_softmax(-1) - ref_logits.log_softmax(-1))).sum(-1)
 
 
+@right("token", "loss", warns=(*INFINITE, r"0 log 0|0 x|not finite|NaN"))
+def logarithms_of_probabilities(logits, ref_logits):
+    p, q = logits.softmax(-1), ref_logits.softmax(-1)
+    return (p * (p.log() - q.log())).sum(-1)
+
+
 @right("token", "loss", warns=INFINITE)
 def entropy_and_cross_entropy(logits, ref_logits):
     p, logp, logq = logits.softmax(-1), logits.log_softmax(-1), ref_logits.log_softmax(-1)

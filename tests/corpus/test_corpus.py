@@ -9,8 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
+import torch
 from corpus.faults import FAULTS, sound
 
 from klgrad.analysis import check

@@ -168,6 +168,12 @@ def batch_centred_token_kl(logp, ref_logp, mask, beta):
     return beta * (gains * keep(mask, logp)).sum(-1).mean()
 
 
+@wrong("sequence", "loss", why.SELF_NORMALISED, group=2)
+def self_normalised_weights(logp, ref_logp, old_logp, mask, beta):
+    log_w = keep(mask, logp - old_logp).sum(-1)
+    return beta * (log_w.softmax(0) * keep(mask, logp - ref_logp).sum(-1).detach()).sum()
+
+
 @wrong("token", "loss", why.SUM, shows="sum", level="any")
 def sum_over_rows(logp, ref_logp, mask):
     return k2(logp, ref_logp, mask).sum()

@@ -183,6 +183,22 @@ def ratio_of_detached_terms(logp, ref_logp):
 # --------------------------------------------------------------------------------------------------- strength
 
 
+@wrong("sequence", None, why.CHOOSE, shows="placement")
+def k3_anywhere(logp, ref_logp):
+    d = ref_logp - logp
+    return torch.expm1(d) - d
+
+
+@wrong("sequence", None, why.CHOOSE, shows="placement")
+def k1_anywhere(log_probs, ref_log_probs, action_mask):
+    return only(action_mask, log_probs - ref_log_probs)
+
+
+@wrong("token", None, why.CHOOSE, shows="placement")
+def k2_anywhere(logp, ref_logp, mask):
+    return 0.5 * only(mask, logp - ref_logp).square()
+
+
 @wrong("token", "loss", r"\b2 times|divide by 2")
 def square_without_half(logp, ref_logp):
     return (logp - ref_logp) ** 2
@@ -375,6 +391,26 @@ def capped_ratio_on_k1(log_prob, old_log_prob, ref_log_prob):
 def capped_sequence_ratio(logp, old_logp, ref_logp, mask):
     weight = torch.minimum(only(mask, logp - old_logp).sum(-1).exp(), torch.tensor(2.0, dtype=logp.dtype))
     return weight.detach() * only(mask, logp - ref_logp).sum(-1).detach() * only(mask, logp).sum(-1)
+
+
+@wrong("sequence", "reward", why.CAP, shows="stale", level="any")
+def capped_whole_ratio_in_the_reward(logp, old_logp, ref_logp, mask):
+    weight = only(mask, logp - old_logp).sum(-1).exp().clamp(max=2.0)
+    return weight * only(mask, logp - ref_logp).sum(-1)
+
+
+@wrong("token", "loss", r"sampler's log-probs|does not make up", shows="stale", level="any")
+def ratio_to_itself(logp, old_logp, ref_logp):
+    """The sampler's log-probs are recomputed with today's weights: the ratio is 1 however stale the sample."""
+    old_logp = logp.detach() + 0 * old_logp
+    d = ref_logp - logp
+    return (logp - old_logp).exp() * (d.exp() - d - 1)
+
+
+@wrong("token-forward", "loss", r"whole sequences")
+def k3_of_the_summed_ratio(logp, ref_logp, mask):
+    d = only(mask, ref_logp - logp).sum(-1)
+    return d.exp() - d - 1
 
 
 @wrong("sequence", "loss", r"T\b|geometric|length", why.OTHER)
