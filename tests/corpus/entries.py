@@ -9,7 +9,7 @@ from typing import Any
 # Warnings that are true of right code, by what they are about.
 TAIL = r"heavy tail"
 FLOAT16 = r"float16|half"
-OVERFLOW = r"overflow|past what this precision holds|not finite"
+OVERFLOW = r"overflow|past what this precision holds|not finite|NaN (gradient )?at log|0 log 0"
 CLAMP = r"clamp|no gradient for log"
 CANCEL = r"cancel|digits lost"
 POISON = r"padded places|0 x inf"

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from corpus.entries import CANCEL, FLOAT16, GROUP, OVERFLOW, POISON, STALE, TAIL, Corpus
+from corpus.entries import CANCEL, FLOAT16, GROUP, IMPOSSIBLE, OVERFLOW, POISON, STALE, TAIL, UNREACHED, Corpus
 
 CORPUS = Corpus()
 right = CORPUS.right
@@ -32,7 +32,7 @@ def k2_over_batch(log_prob, ref_log_prob, response_mask, kl_loss_coef):
     return weighed(kl_loss_coef, each.sum() / each.shape[0])
 
 
-@right("token-forward", "loss", warns=FAR)
+@right("token-forward", "loss", warns=(*FAR, STALE))
 def grpo_dr_style(per_token_logps, ref_per_token_logps, old_per_token_logps, completion_mask, advantages, beta):
     """A constant divisor is a matter of the learning rate; here it is 1."""
     gap = keep(completion_mask, ref_per_token_logps - per_token_logps)
@@ -41,14 +41,14 @@ def grpo_dr_style(per_token_logps, ref_per_token_logps, old_per_token_logps, com
     return keep(completion_mask, policy + weighed(beta, gap.exp() - gap - 1)).sum(-1).mean()
 
 
-@right("token", "loss", warns=FAR)
+@right("token", "loss", warns=(*FAR, STALE))
 def grpo_with_bias_correction(per_token_logps, ref_per_token_logps, old_per_token_logps, completion_mask, beta):
     gap = keep(completion_mask, ref_per_token_logps - per_token_logps)
     weight = keep(completion_mask, per_token_logps - old_per_token_logps).exp()
     return weighed(beta, keep(completion_mask, weight * (gap.exp() - gap - 1))).sum(-1).mean()
 
 
-@right("token", "loss", warns=FAR)
+@right("token", "loss", warns=(*FAR, UNREACHED, IMPOSSIBLE))
 def full_kl_loss(logits, ref_logits, mask, beta):
     a, b = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     return weighed(beta, keep(mask, (a.exp() * (a - b)).sum(-1)).sum(-1).mean())
@@ -67,7 +67,7 @@ def from_logits_and_labels(logits, labels, ref_logps, mask):
     return (keep(mask, logps - ref_logps).pow(2) / 2).sum(1).mean(0)
 
 
-@right("token", "loss")
+@right("token", "loss", warns=(STALE,))
 def opd_policy_gradient(student_logp, teacher_logp, old_logp, mask):
     """On-policy distillation: the detached log-ratio as advantage of its own token."""
     advantage = (teacher_logp - student_logp).detach()
@@ -75,12 +75,12 @@ def opd_policy_gradient(student_logp, teacher_logp, old_logp, mask):
     return -keep(mask, ratio * advantage).sum(-1).mean()
 
 
-@right("token", "loss", warns=(*FAR, GROUP))
+@right("token", "loss", warns=(*FAR, GROUP), group=2)
 def whitened_reward_beside(logp, ref_logp, mask, rewards):
-    """Rewards are whitened and, here, weigh nothing."""
     spread = rewards.std() if len(rewards) > 1 else torch.ones_like(rewards[0])
     white = (rewards - rewards.mean()) / (spread + 1e-6)
-    return white.mean() * 0 + 0.5 * keep(mask, logp - ref_logp).square().sum(-1).mean()
+    policy = -(white * keep(mask, logp).sum(-1)).mean()
+    return policy + 0.5 * keep(mask, logp - ref_logp).square().sum(-1).mean()
 
 
 @right("token-forward", "loss", warns=(*FAR, POISON))
@@ -127,7 +127,7 @@ def sequence_ratio(logp, ref_logp, old_logp, mask, rewards, beta):
     return -(log_w.exp() * paid).mean()
 
 
-@right("sequence", "loss", warns=(GROUP, STALE), group=2)
+@right("sequence", "loss", group=2, warns=(GROUP, STALE, UNREACHED))
 def rloo(logp, ref_logp, old_logp, mask, rewards, beta):
     paid = rewards - weighed(beta, keep(mask, old_logp - ref_logp).sum(-1))
     n = len(paid)
@@ -135,7 +135,7 @@ def rloo(logp, ref_logp, old_logp, mask, rewards, beta):
     return -((paid - baseline) * keep(mask, logp).sum(-1)).mean()
 
 
-@right("sequence", "loss", warns=(GROUP, STALE), group=2)
+@right("sequence", "loss", group=2, warns=(GROUP, STALE, UNREACHED))
 def group_mean_unbiased(logp, ref_logp, old_logp, mask, rewards, beta):
     """The mean holds the reply itself: n / (n - 1) makes up for it."""
     paid = rewards - weighed(beta, keep(mask, old_logp - ref_logp).sum(-1))
@@ -144,7 +144,7 @@ def group_mean_unbiased(logp, ref_logp, old_logp, mask, rewards, beta):
     return -(centred[:, None] * keep(mask, logp)).sum(-1).mean()
 
 
-@right("sequence", "loss", warns=(STALE, GROUP), group=2)
+@right("sequence", "loss", group=2, warns=(GROUP, STALE, UNREACHED))
 def centred_task_reward_then_kl(logp, ref_logp, old_logp, mask, rewards, beta):
     """The task's reward is centred by its group before the KL comes in, which keeps its own strength."""
     task = rewards - rewards.mean()
@@ -152,7 +152,7 @@ def centred_task_reward_then_kl(logp, ref_logp, old_logp, mask, rewards, beta):
     return -(paid[:, None] * keep(mask, logp)).sum(-1).mean()
 
 
-@right("sequence", "loss", warns=FAR)
+@right("sequence", "loss", warns=(*FAR, UNREACHED))
 def k3_loss_and_k3_reward(logp, ref_logp, mask, beta):
     """A value that is unbiased, in the reward and in the loss at once."""
     gap = keep(mask, ref_logp - logp)
@@ -160,7 +160,7 @@ def k3_loss_and_k3_reward(logp, ref_logp, mask, beta):
     return weighed(beta, (k3 + k3.detach() * keep(mask, logp).sum(-1)).mean())
 
 
-@right("sequence", "loss")
+@right("sequence", "loss", warns=(UNREACHED,))
 def k2_and_strictly_later_k1(logp, ref_logp, mask, beta):
     """A token's own KL by its square, the later ones by the score."""
     k = keep(mask, logp - ref_logp)
@@ -177,7 +177,7 @@ def critic_as_baseline(logp, ref_logp, mask, labels, beta):
     return weighed(beta, ((gains - 0.1 * before) * keep(mask, logp)).sum(-1).mean())
 
 
-@right("sequence", "loss", warns=FAR)
+@right("sequence", "loss", warns=(*FAR, UNREACHED, IMPOSSIBLE))
 def full_kl_through_everything(logits, ref_logits, labels, mask, beta):
     """Rao-Blackwellised: the exact KL of every place, differentiated, and paid to the tokens before it."""
     a, b = logits.log_softmax(-1), ref_logits.log_softmax(-1)

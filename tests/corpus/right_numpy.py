@@ -1,7 +1,7 @@
 """Right code, numpy: as in tests, notebooks and reward workers that hold no torch."""
 
 import numpy as np
-from corpus.entries import CANCEL, FLOAT16, OVERFLOW, POISON, TAIL, Corpus
+from corpus.entries import CANCEL, FLOAT16, IMPOSSIBLE, OVERFLOW, POISON, TAIL, UNREACHED, Corpus
 
 CORPUS = Corpus()
 right = CORPUS.right
@@ -37,7 +37,7 @@ def returns_by_flipping(logp, ref_logp, mask, token_level_rewards, beta):
     return np.flip(np.cumsum(np.flip(paid, axis=1), axis=1), axis=1)
 
 
-@right("sequence", "reward", returns="return")
+@right("sequence", "reward", returns="return", warns=(UNREACHED,))
 def returns_by_total_minus_past(logp, ref_logp, mask):
     paid = np.where(mask, ref_logp - logp, 0.0)
     return paid.sum(axis=1, keepdims=True) - np.cumsum(paid, axis=1) + paid
@@ -66,7 +66,7 @@ def k3_both_places(logp, ref_logp, mask):
     return (np.exp(d) - d - 1).sum(axis=1)
 
 
-@right("token", "loss")
+@right("token", "loss", warns=(*FAR, UNREACHED, IMPOSSIBLE))
 def exact_categorical(full_log_probs, ref_full_log_probs):
     p = np.exp(full_log_probs)
     return np.sum(p / p.sum(-1, keepdims=True) * (
@@ -74,7 +74,7 @@ def exact_categorical(full_log_probs, ref_full_log_probs):
     ), axis=-1)  # fmt: skip
 
 
-@right("token", "loss")
+@right("token", "loss", warns=(*FAR, UNREACHED, IMPOSSIBLE))
 def softmax_by_hand(logits, ref_logits, mask):
     def log_softmax(x):
         shifted = x - x.max(axis=-1, keepdims=True)

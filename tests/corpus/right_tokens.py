@@ -2,7 +2,20 @@
 
 import torch
 import torch.nn.functional as F
-from corpus.entries import CANCEL, CLAMP, FLOAT16, OVERFLOW, POISON, TAIL, UNREACHED, VALUE, Corpus, Entry
+from corpus.entries import (
+    CANCEL,
+    CLAMP,
+    FLOAT16,
+    IMPOSSIBLE,
+    OVERFLOW,
+    POISON,
+    STALE,
+    TAIL,
+    UNREACHED,
+    VALUE,
+    Corpus,
+    Entry,
+)
 
 CORPUS = Corpus()
 right = CORPUS.right
@@ -154,7 +167,7 @@ def own_token_advantage(student_logp, teacher_logp):
     return (teacher_logp - student_logp).detach()
 
 
-@right("token", "reward", returns="return")
+@right("token", "reward", returns="return", warns=(UNREACHED, IMPOSSIBLE))
 def own_token_with_prefix_baseline(student_logits, teacher_logits, completion_ids, mask):
     """Its own log-ratio less the KL of its place, which the prefix alone fixes."""
     p, q = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
@@ -259,14 +272,14 @@ def between_k1_and_k3(logp, ref_logp):
     return 0.5 * torch.expm1(d) - d
 
 
-@right("token", "loss", warns=FAR)
+@right("token", "loss", warns=(*FAR, STALE))
 def unbiased_kl_of_v32(per_token_logps, old_per_token_logps, ref_per_token_logps):
     """k3 under the token's own ratio, which is differentiated."""
     gap = ref_per_token_logps - per_token_logps
     return (per_token_logps - old_per_token_logps).exp() * (gap.exp() - gap - 1)
 
 
-@right("token", "loss")
+@right("token", "loss", warns=(STALE,))
 def live_ratio_times_k1(logp, old_logp, ref_logp):
     return torch.exp(logp - old_logp) * (logp - ref_logp)
 
@@ -278,7 +291,7 @@ def score_function_weight(curr_logp, ref_logp):
     return (curr_logp - curr_logp.detach()).exp() * (torch.expm1(d) - d)
 
 
-@right("token", "loss", warns=FAR)
+@right("token", "loss", warns=(*FAR, UNREACHED))
 def straight_through(log_prob, ref_log_prob):
     """The value of k3 with the gradient of k2."""
     d = ref_log_prob - log_prob

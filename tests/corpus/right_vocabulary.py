@@ -2,13 +2,13 @@
 
 import torch
 import torch.nn.functional as F
-from corpus.entries import IMPOSSIBLE, POISON, TAIL, UNREACHED, VALUE, Corpus
+from corpus.entries import FLOAT16, IMPOSSIBLE, OVERFLOW, POISON, TAIL, UNREACHED, VALUE, Corpus
 from torch.distributions import Categorical, kl_divergence
 
 CORPUS = Corpus()
 right = CORPUS.right
 # -inf in both vocabularies is 0 x (-inf - -inf) to most library code; one token out of reach is an infinite KL
-INFINITE = (IMPOSSIBLE, UNREACHED, TAIL)
+INFINITE = (IMPOSSIBLE, UNREACHED, TAIL, OVERFLOW, FLOAT16)
 
 
 def keep(mask, x):
@@ -67,7 +67,7 @@ def plain_softmax(logits, ref_logits):
     return (p * (logits.log_softmax(-1) - ref_logits.log_softmax(-1))).sum(-1)
 
 
-@right("token", "loss", warns=(*INFINITE, r"0 log 0|0 x|not finite|NaN"))
+@right("token", "loss", warns=INFINITE)
 def logarithms_of_probabilities(logits, ref_logits):
     p, q = logits.softmax(-1), ref_logits.softmax(-1)
     return (p * (p.log() - q.log())).sum(-1)
@@ -79,16 +79,13 @@ def entropy_and_cross_entropy(logits, ref_logits):
     return (p * logp).sum(-1) - (p * logq).sum(-1)
 
 
-@right("token", "loss")
+@right("token", "loss", warns=(UNREACHED,))
 def guarded(logits, ref_logits, mask):
     """Tokens that either side cannot emit are left out."""
     a, b = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     possible = torch.isfinite(a) & torch.isfinite(b)
     a, b = (torch.where(possible, x, torch.zeros_like(x)) for x in (a, b))
     return keep(mask, torch.where(possible, a.exp() * (a - b), torch.zeros_like(a)).sum(-1))
-
-
-CORPUS[-1] = CORPUS[-1].__class__(**{**vars(CORPUS[-1]), "warns": (UNREACHED,)})
 
 
 @right("token", "loss", warns=INFINITE)
@@ -158,7 +155,7 @@ def chi_squared(logits, ref_logits):
     return (q * q / p).sum(-1) - 1
 
 
-@right("token", "loss", warns=INFINITE)
+@right("token", "loss", warns=(*INFINITE, VALUE))
 def head_and_sampled_tail(logits, ref_logits, labels):
     """Exact on the reference's two likeliest tokens, sampled elsewhere with the score's own term."""
     p, q = logits.log_softmax(-1), ref_logits.log_softmax(-1)
@@ -167,9 +164,6 @@ def head_and_sampled_tail(logits, ref_logits, labels):
     own, other = (x.gather(-1, labels[..., None])[..., 0] for x in (p, q))
     tail = (head != labels[..., None]).all(-1)
     return exact + keep(tail, (own - other + 1).detach() * own)
-
-
-CORPUS[-1] = CORPUS[-1].__class__(**{**vars(CORPUS[-1]), "warns": (*INFINITE, VALUE)})
 
 
 @right("token", "loss", warns=(*INFINITE, POISON))
