@@ -32,8 +32,9 @@ class Entry:
         placement: ``reward``, ``loss`` or ``both``; None where none is asked for.
         warns: right code: what its warnings may be about (regular expressions); any other one is false.
         causes: wrong code: phrases (regular expressions) of which the report holds one at least.
+        never: wrong code: reasons that would mislead, which it must not give.
         shows: wrong code: what the oracle shows it by, one of ``oracle.FAULTS``.
-        level: wrong code: ``error``, or ``warning`` where the function passes and is warned of.
+        level: wrong code: ``error``; ``any`` where a warning that names the cause is enough.
         options: more arguments of ``check``.
         group: how many rows it needs; 1 where a row stands for itself.
     """
@@ -43,6 +44,7 @@ class Entry:
     placement: str | None
     warns: tuple[str, ...] = ()
     causes: tuple[str, ...] = ()
+    never: tuple[str, ...] = ()
     shows: str = "field"
     level: str = "error"
     options: dict[str, Any] = field(default_factory=dict)
@@ -70,12 +72,12 @@ class Corpus(list[Entry]):
 
     def wrong(
         self, target: str, placement: str | None, *causes: str, shows: str = "field", level: str = "error",
-        group: int = 1, **options: Any,
+        group: int = 1, never: tuple[str, ...] = (), **options: Any,
     ) -> Callable[[Any], Any]:  # fmt: skip
         """Add a function that is not; the report names one of the causes."""
 
         def add(function: Any) -> Any:
-            self.append(Entry(function, target, placement, (), causes, shows, level, options, group))
+            self.append(Entry(function, target, placement, (), causes, never, shows, level, options, group))
             return function
 
         return add

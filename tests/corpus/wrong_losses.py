@@ -98,7 +98,7 @@ def unbiased_flag_with_k2(logp, ref_logp, old_logp, mask, beta):
     return beta * (weight * k2(logp, ref_logp, mask)).sum(-1).mean()
 
 
-@wrong("token", "loss", why.RATIO_INVERTED)
+@wrong("token", "loss", why.RATIO_INVERTED, never=(why.NEGATE,))
 def inverted_ratio(logp, ref_logp, old_logp, mask, beta):
     d = keep(mask, ref_logp - logp)
     return beta * (keep(mask, old_logp - logp).exp() * (torch.expm1(d) - d)).sum(-1).mean()
@@ -160,7 +160,7 @@ def group_mean_with_itself(logp, ref_logp, old_logp, mask, rewards, beta):
     return -((paid - paid.mean()) * keep(mask, logp).sum(-1)).mean()
 
 
-@wrong("sequence", "loss", r"\(G - 1\)/G|group's size|nothing|zero", group=2)
+@wrong("sequence", "loss", why.GROUP, group=2)
 def batch_centred_token_kl(logp, ref_logp, mask, beta):
     k = keep(mask, logp - ref_logp)
     k = keep(mask, k - k.sum() / mask.sum()).detach()
@@ -258,26 +258,26 @@ def sum_in_the_reward_and_mean_in_the_loss(logp, ref_logp, mask, beta):
 # ------------------------------------------------------------------------------------------- rewards and masks
 
 
-@wrong("token", "loss", why.REWARD_TIMES, shows="reward")
+@wrong("token", "loss", why.REWARD_TIMES, shows="reward", never=(why.NO_GRAD,))
 def one_plus_reward_times_kl(logp, ref_logp, mask, rewards, beta):
     return ((1 + rewards) * beta * k2(logp, ref_logp, mask).sum(-1)).mean()
 
 
-@wrong("token", "loss", why.REWARD_TIMES, r"advantage", shows="reward")
+@wrong("token", "loss", why.REWARD_TIMES, shows="reward", never=(why.NO_GRAD,))
 def advantage_times_kl(logp, ref_logp, old_logp, mask, advantages, beta):
     ratio = keep(mask, logp - old_logp).exp()
     each = -ratio * advantages * (1 - beta * k2(logp, ref_logp, mask))
     return keep(mask, each).sum(-1).mean()
 
 
-@wrong("token", "loss", why.REWARD_TIMES, r"advantage", shows="reward")
+@wrong("token", "loss", why.REWARD_TIMES, shows="reward", never=(why.NO_GRAD,))
 def kl_only_where_the_advantage_is(logp, ref_logp, old_logp, mask, seq_advantages, beta):
     ratio = keep(mask, logp - old_logp).exp()
     each = seq_advantages[:, None] * (beta * k2(logp, ref_logp, mask) - ratio)
     return keep(mask, each).sum(-1).mean()
 
 
-@wrong("sequence", "loss", why.REWARD_TIMES, r"not linear|reward", shows="reward")
+@wrong("sequence", "loss", why.REWARD_TIMES, shows="reward", never=(why.NO_GRAD,))
 def reward_discounted_by_kl(logp, ref_logp, old_logp, mask, rewards, beta):
     """A factor 1 - beta KL on the reward, beside the penalty."""
     k = keep(mask, old_logp - ref_logp).sum(-1)

@@ -39,12 +39,12 @@ def absolute(logp, ref_logp):
     return np.abs(logp - ref_logp)
 
 
-@wrong("sequence", "reward", why.OTHER, why.CLAMPED)
+@wrong("sequence", "reward", why.AT_ZERO, r"negative")
 def floored(logp, ref_logp):
     return np.maximum(logp - ref_logp, 0.0)
 
 
-@wrong("sequence", "reward", why.CLAMPED, shows="drift", level="warning")
+@wrong("sequence", "reward", why.CLAMPED, shows="drift", level="any")
 def clipped_at_three(logp, ref_logp):
     return np.clip(logp - ref_logp, -3.0, 3.0)
 
@@ -62,13 +62,13 @@ def softmax_of_one_side(logits, ref_logits):
     return (p * (np.log(p) - ref_logits)).sum(-1)
 
 
-@wrong("token", "loss", why.BY_V)
+@wrong("token", "loss", why.BY_V, never=(why.BY_PADDING,))
 def vocabulary_mean(full_log_probs, ref_full_log_probs):
     p = full_log_probs - np.log(np.exp(full_log_probs).sum(-1, keepdims=True))
     return (np.exp(p) * (p - ref_full_log_probs)).mean(axis=-1)
 
 
-@wrong("token", "loss", why.TWO_TOKENS)
+@wrong("token", "loss", why.TWO_TOKENS, never=(why.BY_PADDING,))
 def bernoulli_of_the_token(logp, ref_logp):
     p, q = np.exp(logp), np.exp(ref_logp)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -124,7 +124,7 @@ def shifted_reference(logp, ref_logp):
     return logp - np.roll(ref_logp, 1, axis=1)
 
 
-@wrong("sequence", "reward", r"past|earlier|direction|prefix", why.OTHER, returns="return")
+@wrong("sequence", "reward", r"direction|past|earlier", why.NO_FUTURE, returns="return")
 def cumulative_from_the_left(logp, ref_logp, mask):
     return np.cumsum(np.where(mask, ref_logp - logp, 0.0), axis=1)
 

@@ -37,7 +37,7 @@ def minus_k2(logp, ref_logp):
     return -((logp - ref_logp) ** 2) / 2
 
 
-@wrong("token-forward", "loss", why.OTHER, why.SWAPPED, why.RATIO_INVERTED, why.TRUNCATED)
+@wrong("token-forward", "loss", why.RATIO_INVERTED, why.CHI_SQUARED, why.SWAPPED)
 def k3_with_the_ratio_inverted(logp, ref_logp):
     d = logp - ref_logp
     return d.exp() - d - 1
@@ -49,30 +49,30 @@ def k3_with_the_wrong_sign_in_the_middle(per_token_logps, ref_per_token_logps):
     return d.exp() + d - 1
 
 
-@wrong("token-forward", "loss", why.OTHER, why.SIGN, why.RATIO_INVERTED)
+@wrong("token-forward", "loss", why.RATIO_INVERTED, why.CHI_SQUARED, why.SWAPPED)
 def k3_of_minus_the_exponent(per_token_logps, ref_per_token_logps):
     d = ref_per_token_logps - per_token_logps
     return (-d).exp() - d - 1
 
 
-@wrong("sequence", "both", why.OTHER, why.SWAPPED, why.RATIO_INVERTED)
+@wrong("sequence", "both", why.RATIO_INVERTED, why.CHI_SQUARED, why.SWAPPED)
 def k3_inverted_in_both(log_prob, ref_log_prob):
     ratio = torch.exp(log_prob - ref_log_prob)
     return ratio - 1 - (log_prob - ref_log_prob)
 
 
-@wrong("token", "loss", why.RATIO_INVERTED)
+@wrong("token", "loss", why.RATIO_INVERTED, never=(why.NEGATE,))
 def ratio_upside_down(logp, old_logp, ref_logp):
     return (old_logp - logp).exp() * (logp - ref_logp)
 
 
-@wrong("token", "loss", why.RATIO_INVERTED)
+@wrong("token", "loss", why.RATIO_INVERTED, never=(why.NEGATE,))
 def ratio_upside_down_on_k3(log_prob, old_log_prob, ref_log_prob):
     d = ref_log_prob - log_prob
     return torch.exp(old_log_prob - log_prob) * (d.exp() - d - 1)
 
 
-@wrong("sequence", "loss", why.RATIO_INVERTED)
+@wrong("sequence", "loss", why.RATIO_INVERTED, never=(why.NEGATE,))
 def sequence_ratio_upside_down(logp, old_logp, ref_logp, mask):
     weight = only(mask, old_logp - logp).sum(-1).exp()
     return weight * only(mask, logp - ref_logp).sum(-1)
@@ -224,13 +224,13 @@ def in_decades(logp, ref_logp):
     return torch.log10(logp.exp()) - torch.log10(ref_logp.exp())
 
 
-@wrong("token-forward", "loss", r"0\.5 times|divide by 0\.5")
+@wrong("token-forward", "loss", r"0\.5 times|divide by 0\.5", never=(why.NO_NUMBER,))
 def half_k3(logp, ref_logp):
     d = ref_logp - logp
     return 0.5 * (torch.expm1(d) - d)
 
 
-@wrong("token-forward", "loss", r"0\.0625 times|divide by 0\.0625")
+@wrong("token-forward", "loss", r"0\.0625 times|divide by 0\.0625", never=(why.NO_NUMBER,))
 def sixteenth_of_k3(per_token_logps, ref_per_token_logps):
     d = ref_per_token_logps - per_token_logps
     return (d.exp() - d - 1) / 16
@@ -246,10 +246,10 @@ def one_per_cent_less(logp, ref_logp):
     return 0.99 * 0.5 * (logp - ref_logp) ** 2
 
 
-@wrong("sequence", "reward", r"within \d|0\.95|0\.05")
+@wrong("token", "loss", r"0\.95", why.WITHIN)
 def a_little_forward_kl(logp, ref_logp):
     d = ref_logp - logp
-    return -0.95 * d + 0.05 * d.exp() * d
+    return 0.95 * 0.5 * d**2 + 0.05 * (torch.expm1(d) - d)
 
 
 @wrong("token", "loss", why.HALF, shows="rounding", level="any")
@@ -281,12 +281,12 @@ def absolute_value_in_the_loss(logp, ref_logp):
     return (logp - ref_logp).abs()
 
 
-@wrong("sequence", "reward", why.OTHER, why.CLAMPED)
+@wrong("sequence", "reward", why.AT_ZERO, r"negative")
 def negative_ones_cut_off(logp, ref_logp):
     return (logp - ref_logp).clamp(min=0)
 
 
-@wrong("token", "loss", why.OTHER, why.CLAMPED)
+@wrong("token", "loss", why.AT_ZERO, r"negative")
 def relu_before_the_square(logp, ref_logp):
     return 0.5 * F.relu(logp - ref_logp) ** 2
 
@@ -328,13 +328,13 @@ def one_side_at_a_temperature(logits, ref_logits, labels):
     return (a - b).gather(-1, labels[..., None])[..., 0]
 
 
-@wrong("token", "loss", why.TWO_TOKENS)
+@wrong("token", "loss", why.TWO_TOKENS, never=(why.BY_PADDING,))
 def bernoulli(logp, ref_logp):
     p, q = logp.exp(), ref_logp.exp()
     return p * (logp - ref_logp) + (1 - p) * (torch.log1p(-p) - torch.log1p(-q))
 
 
-@wrong("token", "loss", why.TWO_TOKENS)
+@wrong("token", "loss", why.TWO_TOKENS, never=(why.BY_PADDING,))
 def bernoulli_in_logits(log_prob, ref_log_prob, response_mask):
     p = only(response_mask, log_prob).exp().clamp(1e-9, 1 - 1e-9)
     q = only(response_mask, ref_log_prob).exp().clamp(1e-9, 1 - 1e-9)
@@ -344,34 +344,34 @@ def bernoulli_in_logits(log_prob, ref_log_prob, response_mask):
 # ------------------------------------------------------------------------------------------------------ clamps
 
 
-@wrong("token", "loss", r"0\.5\b", why.CLAMPED, shows="drift", level="any")
+@wrong("token", "loss", r"clamp[^\n]*0\.5\b|0\.5\b[^\n]*clamp", shows="drift", level="any")
 def log_ratio_held_to_a_half(logp, ref_logp):
     return 0.5 * (logp - ref_logp).clamp(-0.5, 0.5) ** 2
 
 
-@wrong("sequence", "reward", why.CLAMPED)
+@wrong("sequence", "reward", r"clamp[^\n]*\b1\b|\b1\b[^\n]*clamp")
 def log_ratio_held_to_one(logp, ref_logp):
     return torch.clamp(logp - ref_logp, -1.0, 1.0)
 
 
-@wrong("token-forward", "loss", why.CLAMPED, shows="drift", level="warning")
+@wrong("token-forward", "loss", why.CLAMPED, shows="drift", level="any")
 def value_held_to_ten(logp, ref_logp):
     d = ref_logp - logp
     return torch.clamp(d.exp() - d - 1, max=10.0)
 
 
-@wrong("sequence", "reward", why.CLAMPED, shows="drift", level="warning")
+@wrong("sequence", "reward", why.CLAMPED, shows="drift", level="any")
 def k1_held_to_five(log_probs, ref_log_probs):
     return (log_probs - ref_log_probs).clamp(-5, 5)
 
 
-@wrong("token", "loss", r"at 0|clamp", why.OTHER)
+@wrong("token", "loss", why.AT_ZERO, r"negative")
 def value_floored_at_zero(logp, old_logp, ref_logp):
     """Of k1 under the live ratio: where the log-ratio is negative the gradient is gone."""
     return ((logp - old_logp).exp() * (logp - ref_logp)).clamp(min=0)
 
 
-@wrong("token", "loss", r"delta|linear|grows|clamp|Huber|log-ratio", shows="drift", level="any")
+@wrong("token", "loss", r"grows|clamp|Huber|log-ratio", why.OTHER, shows="drift", level="any")
 def narrow_huber(logp, ref_logp):
     return F.huber_loss(logp, ref_logp, reduction="none", delta=1.0)
 
@@ -413,14 +413,14 @@ def k3_of_the_summed_ratio(logp, ref_logp, mask):
     return d.exp() - d - 1
 
 
-@wrong("sequence", "loss", r"T\b|geometric|length", why.OTHER)
+@wrong("sequence", "loss", r"geometric|/T\b|length")
 def geometric_ratio(logp, old_logp, ref_logp, mask):
     n = mask.sum(-1).clamp(min=1)
     weight = (only(mask, logp - old_logp).sum(-1) / n).exp()
     return weight * only(mask, logp - ref_logp).sum(-1)
 
 
-@wrong("sequence", "loss", r"T\b|length|token", why.OTHER)
+@wrong("sequence", "loss", r"geometric|/T\b|length")
 def mean_ratio_on_k3(logp, old_logp, ref_logp, mask):
     n = mask.sum(-1, keepdim=True).clamp(min=1)
     weight = (only(mask, logp - old_logp).sum(-1, keepdim=True) / n).exp()
@@ -519,7 +519,7 @@ def mean_times_length(logp, ref_logp, mask):
     return only(mask, logp - ref_logp).sum(-1) / n * n
 
 
-@wrong("sequence", "reward", r"prefix|past|earlier|direction", why.OTHER, returns="return")
+@wrong("sequence", "reward", r"direction|past|earlier", why.NO_FUTURE, returns="return")
 def returns_in_the_wrong_direction(logp, ref_logp, mask):
     return -only(mask, logp - ref_logp).cumsum(-1)
 
@@ -544,7 +544,7 @@ def mean_of_the_reply(logp, ref_logp, mask):
     return only(mask, logp - ref_logp).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
-@wrong("sequence", "reward", r"\bT\b|length|times", returns="return")
+@wrong("sequence", "reward", r"length", why.OTHER, returns="return")
 def sum_paid_at_every_token(logp, ref_logp, mask):
     """The whole sum as the reward of each token, and then summed again to go."""
     total = -only(mask, logp - ref_logp).sum(-1, keepdim=True)

@@ -71,18 +71,18 @@ def softmax_over_the_batch(logits, ref_logits):
 # ------------------------------------------------------------------------------------------ averaged
 
 
-@wrong("token", "loss", why.BY_V)
+@wrong("token", "loss", why.BY_V, never=(why.BY_PADDING,))
 def mean_over_the_vocabulary(logits, ref_logits):
     p, q = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     return (p.exp() * (p - q)).mean(-1)
 
 
-@wrong("token", "loss", why.BY_V)
+@wrong("token", "loss", why.BY_V, never=(why.BY_PADDING,))
 def kl_div_mean_over_the_vocabulary(logits, ref_logits):
     return F.kl_div(ref_logits.log_softmax(-1), logits.log_softmax(-1), log_target=True, reduction="none").mean(-1)
 
 
-@wrong("token-forward", "loss", why.BY_V)
+@wrong("token-forward", "loss", why.BY_V, never=(why.BY_PADDING,))
 def forward_mean_over_the_vocabulary(student_logits, teacher_logits, mask):
     p, q = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
     return keep(mask, (q.exp() * (q - p)).mean(-1))
@@ -109,7 +109,7 @@ def both_directions_added(logits, ref_logits):
 # ------------------------------------------------------------------------------------------ truncated
 
 
-@wrong("token", "loss", why.TRUNCATED)
+@wrong("token", "loss", why.TRUNCATED, never=(why.BY_PADDING,))
 def top_two_without_a_tail(logits, ref_logits):
     p, q = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     top = p.topk(2, dim=-1).indices
@@ -117,7 +117,7 @@ def top_two_without_a_tail(logits, ref_logits):
     return (p.exp() * (p - q)).sum(-1)
 
 
-@wrong("token", "loss", why.TRUNCATED)
+@wrong("token", "loss", why.TRUNCATED, never=(why.BY_PADDING,))
 def teachers_top_two(student_logits, teacher_logits):
     p, q = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
     top = q.topk(2, dim=-1).indices
@@ -132,7 +132,7 @@ def teachers_top_two_forward(student_logits, teacher_logits):
     return (q.exp() * (q - p.gather(-1, top))).sum(-1)
 
 
-@wrong("token", "loss", why.TRUNCATED)
+@wrong("token", "loss", why.TRUNCATED, never=(why.BY_PADDING,))
 def renormalised_top_two(logits, ref_logits):
     p, q = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     top = p.topk(2, dim=-1).indices
@@ -140,14 +140,14 @@ def renormalised_top_two(logits, ref_logits):
     return (p.exp() * (p - q)).sum(-1)
 
 
-@wrong("token", "loss", why.TRUNCATED)
+@wrong("token", "loss", why.TRUNCATED, never=(why.BY_PADDING,))
 def renormalised_teachers_top_two(student_logits, teacher_logits):
     top = teacher_logits.topk(2, dim=-1).indices
     p, q = (x.gather(-1, top).log_softmax(-1) for x in (student_logits, teacher_logits))
     return F.kl_div(q, p, log_target=True, reduction="none").sum(-1)
 
 
-@wrong("token", "loss", why.TRUNCATED)
+@wrong("token", "loss", why.TRUNCATED, never=(why.BY_PADDING,))
 def top_one_with_a_bucket(logits, ref_logits):
     p, q = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     top = p.argmax(-1, keepdim=True)
@@ -166,7 +166,13 @@ def head_and_tail_by_plain_autograd(logits, ref_logits, labels):
     return exact + keep((head != labels[..., None]).all(-1), own - other)
 
 
-@wrong("token", "reward", why.OWN_ABSENT, returns="return")
+@wrong(
+    "token",
+    "reward",
+    why.OWN_ABSENT,
+    returns="return",
+    never=(why.MOVE_IT,),
+)
 def detached_top_k_as_advantage(student_logits, teacher_logits):
     p, q = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
     top = p.topk(2, dim=-1).indices
@@ -174,13 +180,25 @@ def detached_top_k_as_advantage(student_logits, teacher_logits):
     return -(p.exp() * (p - q)).sum(-1).detach()
 
 
-@wrong("token", "reward", why.OWN_ABSENT, returns="return")
+@wrong(
+    "token",
+    "reward",
+    why.OWN_ABSENT,
+    returns="return",
+    never=(why.MOVE_IT,),
+)
 def detached_full_kl_as_advantage(student_logits, teacher_logits):
     p, q = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
     return -(p.exp() * (p - q)).sum(-1).detach()
 
 
-@wrong("token", "reward", why.OWN_ABSENT, returns="return")
+@wrong(
+    "token",
+    "reward",
+    why.OWN_ABSENT,
+    returns="return",
+    never=(why.MOVE_IT,),
+)
 def detached_jsd_as_advantage(student_logits, teacher_logits, mask):
     p, q = student_logits.softmax(-1), teacher_logits.softmax(-1)
     m = ((p + q) / 2).log()
@@ -230,7 +248,7 @@ def mean_of_squares_over_the_vocabulary(logits, ref_logits):
     return 0.5 * (p.exp() * (p - q) ** 2).sum(-1)
 
 
-@wrong("token", "loss", r"detach|weights|zero in expectation|expected gradient is zero")
+@wrong("token", "loss", r"detach|weights|zero in expectation|expected gradient is zero", never=(why.A_CLAMP,))
 def weights_detached(logits, ref_logits):
     """sum of sg(p) (log p - log q): its gradient is sum of p times the score, which is 0."""
     p, q = logits.log_softmax(-1), ref_logits.log_softmax(-1)
@@ -243,13 +261,13 @@ def log_ratio_of_k3_detached_over_the_vocabulary(logits, ref_logits):
     return (p.exp() * (p - q).detach() * p.detach().exp()).sum(-1)
 
 
-@wrong("token", "loss", r"clip|clamp|cut|negative|terms", why.OTHER)
+@wrong("token", "loss", why.AT_ZERO, r"negative", never=(why.NOT_COMPARED,))
 def negative_terms_cut_off(logits, ref_logits):
     p, q = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     return (p.exp() * (p - q)).clamp(min=0).sum(-1)
 
 
-@wrong("token", "loss", r"clip|clamp|uniform|weigh", why.OTHER)
+@wrong("token", "loss", r"clip|clamp|uniform|weigh", why.OTHER, never=(why.NOT_COMPARED,))
 def uniform_weights(logits, ref_logits):
     p, q = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     return (p - q).mean(-1)
