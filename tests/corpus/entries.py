@@ -15,8 +15,6 @@ CANCEL = r"cancel|digits lost"
 POISON = r"padded places|0 x inf"
 IMPOSSIBLE = r"neither can emit|-inf in both"
 UNREACHED = r"reference cannot emit"
-NO_MASK = r"takes no mask"
-FLOOR = r"floor of the precision"
 VALUE = r"the expected value is|its value is"  # a term whose gradient is right and whose value is another number
 GROUP = r"rows of a batch depend on each other"
 STALE = r"stale|sampler|temperature|top-p|top-k|end token"
@@ -33,7 +31,7 @@ class Entry:
         warns: right code: what its warnings may be about (regular expressions); any other one is false.
         causes: wrong code: phrases (regular expressions) of which the report holds one at least.
         never: wrong code: reasons that would mislead, which it must not give.
-        shows: wrong code: what the oracle shows it by, one of ``oracle.FAULTS``.
+        shows: wrong code: what the oracle shows it by, one of ``faults.FAULTS``.
         level: wrong code: ``error``; ``any`` where a warning that names the cause is enough.
         options: more arguments of ``check``.
         group: how many rows it needs; 1 where a row stands for itself.

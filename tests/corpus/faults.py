@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 from corpus.entries import Entry
-from corpus.oracle import Given, World, arguments, call, fields, gradient, is_numpy, world
+from corpus.oracle import Given, World, arguments, call, fields, gradient, world
 
 CLOSE = 1e-6  # relative: central differences err by 1e-9, float32 inside by less in a sum of a few terms
 APART = 5e-3  # a wrong field is at least this far from the wanted one
@@ -70,8 +70,6 @@ def _same(a: torch.Tensor, b: torch.Tensor, w: World) -> bool:
 
 
 def _slope(entry: Entry, w: World) -> torch.Tensor:
-    if is_numpy(entry):
-        raise NotImplementedError("no loss of the corpus is numpy")
     return torch.autograd.grad(call(entry, w), w.theta)[0]
 
 

@@ -207,7 +207,7 @@ class Given:
 PLAIN = Given()
 
 
-def arguments(entry: Entry, w: World, given: Given, mask: str, dtype: torch.dtype = DTYPE) -> dict[str, Any]:
+def arguments(entry: Entry, w: World, given: Given, mask: str) -> dict[str, Any]:
     """The function's arguments by name; tensors."""
     policy, reference = w.picked(w.theta), w.picked(w.reference)
     sampler = policy.detach() if given.mu is None else w.picked(given.mu)
@@ -230,8 +230,7 @@ def arguments(entry: Entry, w: World, given: Given, mask: str, dtype: torch.dtyp
         stays = isinstance(default, (int, float)) or default is None
         if name in fixed or (stays and role != "beta" and name not in mapping) or role is None:
             continue
-        value = made[role]
-        out[name] = value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        out[name] = made[role]
     return out
 
 
@@ -318,14 +317,12 @@ def gradient(entry: Entry, w: World, given: Given = PLAIN) -> torch.Tensor:
             return torch.zeros_like(w.theta)
         found = torch.autograd.grad(total, w.theta, allow_unused=True)[0]
         return torch.zeros_like(w.theta) if found is None else found
-    return _differences(entry, w, given) + (_score_part(entry, w, given) if entry.placement == "both" else 0.0)
-
-
-def _score_part(entry: Entry, w: World, given: Given) -> torch.Tensor:
-    return gradient(replace(entry, placement="reward"), w, given)
+    score = gradient(replace(entry, placement="reward"), w, given) if entry.placement == "both" else 0.0
+    return _differences(entry, w, given) + score
 
 
 def _differences(entry: Entry, w: World, given: Given, step: float = 1e-5) -> torch.Tensor:
+    """Of a term: no loss of the corpus is numpy."""
     weight = w.probability.detach()
     entry = replace(entry, placement="loss")
     out = torch.zeros_like(w.theta)
@@ -333,8 +330,5 @@ def _differences(entry: Entry, w: World, given: Given, step: float = 1e-5) -> to
         for sign in (1, -1):
             theta = w.theta.detach().clone()
             theta[place] += sign * step
-            value = _penalty(entry, w.at(theta), given)
-            if value.ndim == 0:
-                value = torch.stack([_penalty(entry, _rows(w.at(theta), [i]), given) for i in range(len(weight))])
-            out[place] += sign * (weight * value).sum() / (2 * step)
+            out[place] += sign * (weight * _penalty(entry, w.at(theta), given)).sum() / (2 * step)
     return out
