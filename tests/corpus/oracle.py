@@ -213,7 +213,7 @@ def arguments(entry: Entry, w: World, given: Given, mask: str) -> dict[str, Any]
     sampler = policy.detach() if given.mu is None else w.picked(given.mu)
     rows, last = len(w.tokens), w.real & ~w.real.roll(-1, 1)
     last[:, -1] = w.real[:, -1]
-    reward = torch.where(w.real, w.tokens * 1.7 - 0.4, torch.zeros((), dtype=DTYPE)).sum(-1) * given.rewards
+    reward = torch.where(w.real, w.tokens.to(DTYPE) * 1.7 - 0.4, torch.zeros(())).sum(-1) * given.rewards
     made: dict[str, Any] = {
         "log_probs": policy, "reference": reference, "behaviour": sampler, "mask": w.mask.to(_MASKS[mask]),
         "logits": w.theta[w.contexts], "ref_logits": w.reference[w.contexts],

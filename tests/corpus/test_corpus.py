@@ -75,6 +75,7 @@ def test_the_corpora_are_as_large_as_the_documentation_says():
     assert len({e.name for e in WRONG}) == len(WRONG) >= 130
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own tracing looks at it
 @pytest.mark.parametrize("entry", RIGHT, ids=lambda e: e.name)
 def test_the_oracle_finds_nothing_wrong(entry):
     assert sound(entry) == []
