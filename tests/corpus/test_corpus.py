@@ -6,6 +6,7 @@ by default is a dozen of each; ``make slow`` runs all.
 
 import importlib
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,12 @@ def test_the_oracle_finds_nothing_wrong(entry):
 @pytest.mark.parametrize("entry", WRONG, ids=lambda e: e.name)
 def test_the_oracle_shows_the_fault(entry):
     assert FAULTS[entry.shows](entry)
+
+
+@pytest.mark.parametrize("entry", RIGHT[:: len(RIGHT) // SAMPLE], ids=lambda e: e.name)
+def test_the_oracle_refuses_right_code_at_another_target(entry):
+    other = "token" if entry.target == "sequence" else "sequence"
+    assert FAULTS["field"](replace(entry, target=other))
 
 
 def test_every_kind_of_fault_is_there():
