@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import signal
+import sys
 import threading
 import traceback
 import warnings
@@ -71,8 +72,6 @@ def guarded(
 
 def _compiling() -> str:
     """What to add where time may have gone into compiling something that it calls."""
-    import sys
-
     return ": if it compiles on its first call, give it --timeout" if "torch._inductor" in sys.modules else ""
 
 
@@ -96,6 +95,21 @@ def limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch on one thread: on tensors of a few numbers a second one costs more than it does, on a busy machine most."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any] | None:

@@ -1,4 +1,4 @@
-"""Why it is another gradient than the one wanted: counterfactual calls, each of which tells one cause from the others."""
+"""Why it is another gradient than the one wanted: counterfactual calls, each of which tells one cause from others."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def _verdict(subject: Function, target: Target, placement: str) -> tuple[str, fl
     chosen = [*(m for m in models((2, 4), 1)), *vocabularies()[:6]]
     measured = [(m, measure(subject, placement, m)) for m in chosen]
     named = classify([(m, x.mean) for m, x in measured], subject.tolerance,
-                     dead=all(x.dead for _, x in measured), known=target.known(placement, full=sees_all(subject)))  # fmt: skip
+                     dead=all(x.dead for _, x in measured),
+                     known=target.known(placement, full=sees_all(subject)))  # fmt: skip
     reached = named.name in target.fields or named.verdict in ("sequence", "token", "token-forward", "future")
     return (named.name if reached and named.one else ""), named.off
 
@@ -80,7 +81,7 @@ def _terms(subject: Function, target: Target, placement: str, found: dict[str, A
         return None
     if found["by"] or found["only_fixed_length"] or subject.kind == "loss":
         return None
-    return Cause("terms", "the terms of the vocabulary are clipped, weighted or left out before they are summed: single "
+    return Cause("terms", "the terms of the vocabulary are clipped, weighted or left out before the sum: single "
                  "terms of a KL are negative, and only their whole sum is a KL", "sum pi * log(pi / pi_ref) over all "
                  "tokens first")  # fmt: skip
 
@@ -94,8 +95,8 @@ def _logits(subject: Function, target: Target, placement: str, found: dict[str, 
     if not apart(real(batch, subject.evaluate(batch)), real(batch, calm.evaluate(batch)), subject.tolerance):
         return None
     return Cause("logits", "its logits are used as if they were log-probs: another constant added to all logits of a "
-                 "place changes the result", "normalise first, logits.log_softmax(-1); if it is given log-probs, say so "
-                 "with --map logits=full_log_probs")  # fmt: skip
+                 "place changes the result", "normalise first, logits.log_softmax(-1); if it is given log-probs, say "
+                 "so with --map logits=full_log_probs")  # fmt: skip
 
 
 def _ratio(subject: Function, target: Target, placement: str, found: dict[str, Any]) -> Cause | None:
@@ -153,8 +154,9 @@ def _places(subject: Function, target: Target, placement: str, found: dict[str, 
     if subject.plan.takes("mask"):
         padded = _moves(subject, batch, after)
     if padded and lost_first:
-        return Cause("mask", "the mask is shifted by one against the log-probs: the first token has no effect, the first "
-                     "padded place has", "use the mask that belongs to the same places as the log-probs")  # fmt: skip
+        return Cause("mask", "the mask is shifted by one against the log-probs: the first token has no effect, the "
+                     "first padded place has",
+                     "use the mask that belongs to the same places as the log-probs")  # fmt: skip
     if lost_last and lost_first and not padded:
         return (
             None
@@ -195,8 +197,9 @@ def _misaligned(subject: Function, target: Target, placement: str, found: dict[s
         return None
     (shift,) = shifts
     return Cause("shift", f"policy and reference are shifted by one against each other: place t is compared with the "
-                 f"reference's place t {'+' if shift < 0 else '-'} {abs(shift)}", "compare the same tokens: log-probs are given "
-                 "aligned, place t for token t")  # fmt: skip
+                 f"reference's place t {'+' if shift < 0 else '-'} {abs(shift)}",
+                 "compare the same tokens: log-probs are "
+                 "given aligned, place t for token t")  # fmt: skip
 
 
 def _by_place(before: Terms, after: Terms, tolerance: float) -> set[int]:
@@ -247,6 +250,7 @@ def _shifted_inside(subject: Function, target: Target, placement: str, found: di
     name, _ = _verdict(moved, target, placement)
     if not name:
         return None
-    return Cause("shifted", f"it shifts inside (logits[:, :-1] against ids[:, 1:]), and klgrad's logits[t] predict token "
-                 f"t already; given the logits of the next token it is the {name} gradient", "leave the shift to the "
+    return Cause("shifted", f"it shifts inside (logits[:, :-1] against ids[:, 1:]), and klgrad's logits[t] predict "
+                 f"token t already; given the logits of the next token it is the {name} gradient",
+                 "leave the shift to the "
                  "caller, or check the function after it")  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a coefficient and rewards must do: beta scales the KL and nothing else, rewards arrive and leave the KL alone."""
+"""What a coefficient and rewards must do: beta scales the KL alone, rewards arrive and leave the KL alone."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def _beta(subject: Function, batch: Batch) -> list[Finding]:
     if not np.array_equal(zero, without):
         message = "with beta = 0 the reference still changes the result: it should equal no KL at all, bit for bit"
         findings.append(_finding("error", message))
-    return findings + _off_with_infinite_kl(subject, batch, zero)
+    return findings + _off_with_infinite_kl(subject, batch)
 
 
-def _off_with_infinite_kl(subject: Function, batch: Batch, zero: np.ndarray) -> list[Finding]:
-    """beta = 0 where the reference cannot emit a token: 0 x inf. In a loss that holds more than the KL it spoils that."""
+def _off_with_infinite_kl(subject: Function, batch: Batch) -> list[Finding]:
+    """beta = 0 where the reference cannot emit a token: 0 x inf. It spoils a loss."""
     reference, full = np.array(batch.reference, float), np.array(batch.full_reference, float)
     reference[0, 0] = -np.inf
     full[0, 0, batch.tokens[0, 0]] = -np.inf
@@ -82,7 +82,7 @@ def _off_with_infinite_kl(subject: Function, batch: Batch, zero: np.ndarray) -> 
         return [_finding("info", f"with beta = 0 and an infinite KL {fault}", robust=True)]
     if np.isfinite(found).all():
         return []
-    spoils = subject.kind == "loss" and (subject.rewarded or bool(np.any(zero)))
+    spoils = subject.kind == "loss"  # of a term it can be left out
     message = (
         "with beta = 0 and an infinite KL (a token the reference cannot emit) it is NaN, where it must equal no KL"
     )

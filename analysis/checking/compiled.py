@@ -1,4 +1,4 @@
-"""``torch.compile``: the function under it is what is checked, and one compiled call confirms it, however long it takes."""
+"""``torch.compile``: the function under it is checked, and one compiled call confirms it, however long it takes."""
 
 from __future__ import annotations
 

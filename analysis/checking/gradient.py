@@ -29,9 +29,10 @@ from klgrad.synth.policies import log_softmax
 _LIMIT = 1e-5  # of a large batch: what is left falls as 1 / rows^2, from 64 rows on
 
 
-def comparison(found: Found, known: Known = Known(), field: str = "sequence") -> dict[str, dict[int, float | None]]:
+def comparison(found: Found, known: Known | None = None, field: str = "sequence") -> dict[str, dict[int, float | None]]:
     """``scale``, ``relative_bias`` and ``cosine`` to a field, by length."""
     out: dict[str, dict[int, float | None]] = {"scale": {}, "relative_bias": {}, "cosine": {}}
+    known = known or Known()
     for length in lengths(found):
         part = [(m, g) for m, g in found if m.length == length]
         g, truth = joined(found, length), known.joined(part, field)
@@ -140,7 +141,7 @@ def _reference_matters(subject: Subject, placement: str, here: Measured) -> bool
 
 
 def _coupled(subject: Subject, placement: str, known: Known) -> dict[str, Any]:
-    """By groups of 2, 3 and 4 sequences: what it is, how its size depends on the group's, and what large batches give."""
+    """By groups of 2, 3 and 4 sequences: what it is, how its size depends on the group's; and in large batches."""
     assert isinstance(subject, Function)
     by_size = {n: [(m, group_gradient(subject, placement, m, n)) for m in group_models(n)] for n in GROUPS}
     named = classify(by_size[2], subject.tolerance, known=known)
@@ -172,7 +173,8 @@ def _large_batch(subject: Function, placement: str, known: Known) -> dict[str, A
         named = classify(times, tolerance, known=known)
         if isinstance(named.scale, float) and named.verdict not in ("other", "dead", "zero"):
             return {
-                "name": named.name, "factor": named.scale, "per": per, "remainder": _remainder(subject, placement, found),
+                "name": named.name, "factor": named.scale, "per": per,
+                "remainder": _remainder(subject, placement, found),
             }  # fmt: skip
     return None
 

@@ -1,4 +1,4 @@
-"""What must not change the answer: the split and order of a batch, repetition, padding; and what rewards and beta do."""
+"""What must not change the answer: a batch's split and order, repetition, padding; and what rewards and beta do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A function from where its user names it: ``FILE.py:NAME`` or ``package.module:NAME``; whatever is amiss, one sentence."""
+"""A function from where its user names it, ``FILE.py:NAME`` or ``package.module:NAME``; one sentence otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The expected gradient of one placement on one model, exactly: row by row, all at once, by groups, in large batches."""
+"""The expected gradient of one placement on one model, exactly: row by row, at once, by groups, in large batches."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class _Fit:
     def two_words(self, found: Found, names: Iterable[str]) -> Named | None:
         """Right with a vocabulary of two tokens and not with more."""
         two = [(m, g) for m, g in found if m.vocabulary == 2]
-        if len(two) == len(found) or not {m.ends for m, _ in two} == {False, True}:
+        if len(two) == len(found) or {m.ends for m, _ in two} != {False, True}:
             return None
         named = self.constant(two, names)
         if named is None or named.verdict == "zero":

@@ -180,6 +180,8 @@ def _of(sweep: Sweep) -> list[Finding]:
     nan = np.isnan(value)
     avoidable = np.isinf(value) & fits & (sweep.dtype != "float64")
     cause = (_WORK_IN_LOGS,) if sweep.underflows else ("clamp the argument of exp",)
+    past = nan & ~fits & (sweep.dtype != "float64")  # the exact value does not fit either
+    nan = nan & ~past
     add("error", nan, "the value is NaN at {at}" + _why(sweep, ": one such token spoils the batch"), *cause)
     inside = _why(sweep, ": an intermediate result is too large")
     add("error", avoidable, "the value overflows at {at}, where the exact value fits" + inside,
@@ -189,7 +191,7 @@ def _of(sweep: Sweep) -> list[Finding]:
         cause[0] + ("" if sweep.underflows else ", not its result"))  # fmt: skip
     lost = np.isfinite(value) & np.isinf(slope) & slope_fits & (sweep.dtype != "float64")
     add("error", lost, "the gradient overflows at {at}, where the exact gradient fits")
-    too_large = (np.isinf(value) & ~avoidable) | (np.isfinite(value) & np.isinf(slope) & ~lost)
+    too_large = past | (np.isinf(value) & ~avoidable) | (np.isfinite(value) & np.isinf(slope) & ~lost)
     add(
         "warning",
         too_large,
@@ -263,8 +265,7 @@ def clamps(subject: Subject, *, coupled: bool) -> Clamps:
     if by_slope:
         dead = (slope == 0) & np.isfinite(value)
         settled = _settles(delta, value, dead)
-        cancelled = dead & (~_still(value) | settled) & (subject.kind != "loss")  # a surrogate's value says nothing
-        cancelled |= dead & settled
+        cancelled = dead & (~_still(value) | settled)
         held = dead & ~cancelled
     else:
         held, cancelled = _held(value), np.zeros(len(delta), bool)

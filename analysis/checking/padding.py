@@ -55,10 +55,14 @@ def _garbage(subject: Function, batch: Batch) -> list[Finding]:
     if not off:
         return []
     if not subject.plan.takes("mask"):
-        return [_finding("warning", "tokens of a reply depend on each other and it takes no mask: what stands at padded "
-            f"places means a change of {off:.3g} relative on real tokens; take a mask", poison=str(GARBAGE))]  # fmt: skip
+        return [_finding("warning", "tokens of a reply depend on each other and it takes no mask: what stands at "
+            f"padded places means a change of {off:.3g} relative on real tokens; take a mask",
+            poison=str(GARBAGE),
+        )]  # fmt: skip
     return [_finding("error", f"what stands at padded places leaks through the mask: a change of {off:.3g} relative on "
-        "real tokens; padding is counted as tokens, or moved among them", mend=_WHERE, poison=str(GARBAGE))]  # fmt: skip
+        "real tokens; padding is counted as tokens, or moved among them", mend=_WHERE,
+        poison=str(GARBAGE),
+        )]  # fmt: skip
 
 
 def _poison(subject: Function, batch: Batch) -> list[Finding]:
@@ -94,8 +98,8 @@ def _spoiled(subject: Function, batch: Batch) -> list[Finding]:
         filled = {"log_probs": near, "reference": far, "behaviour": (near + far) / 2}
         rows = replace(batch, **{name: np.where(mask, getattr(batch, name), fill) for name, fill in filled.items()})
         if not np.isfinite(slopes(subject.evaluate(rows))[~mask]).all():
-            return [_finding("warning", f"log-probs of {near:g} and {far:g} at padded places give a gradient there that "
-                "is not finite (0 x inf in the backward pass), which spoils every weight", mend=_WHERE,
+            return [_finding("warning", f"log-probs of {near:g} and {far:g} at padded places give a gradient there "
+                "that is not finite (0 x inf in the backward pass), which spoils every weight", mend=_WHERE,
                 robust=True)]  # fmt: skip
     return []
 

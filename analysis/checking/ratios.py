@@ -121,7 +121,7 @@ def examine(subject: Function, placement: str) -> list[Finding]:
     return [Finding(
         "sampling", "warning",
         f"the importance ratio on the KL is capped at {found.cap:.4g}{floor}: no longer pi / mu, so no longer the "
-        f"gradient wanted on stale samples; on a stale policy here {share:.1%} of tokens are capped, and the bias of k1 "
-        f"with a capped token ratio is, by cap, {listed}",
+        f"gradient wanted on stale samples; on a stale policy here {share:.1%} of tokens are capped, and the bias "
+        f"of k1 with a capped token ratio is, by cap, {listed}",
         {"cap": found.cap, "floor": found.floor, "capped_share": share, "bias_by_cap": table},
     )]  # fmt: skip

@@ -20,14 +20,14 @@ from klgrad.analysis.checking import (
     value,
     variance,
 )
-from klgrad.analysis.checking.calling import Fault, TimedOut, limit
+from klgrad.analysis.checking.calling import Fault, TimedOut, limit, one_thread
 from klgrad.analysis.checking.compiled import confirm
 from klgrad.analysis.checking.fields import TARGETS
 from klgrad.analysis.checking.instead import instead
 from klgrad.analysis.checking.loading import functions_in, load, mentions_torch
 from klgrad.analysis.checking.probing import probe
 from klgrad.analysis.checking.report import PLACE, SECTIONS, Finding, Report
-from klgrad.analysis.checking.subject import BuiltIn, Function, function_subject
+from klgrad.analysis.checking.subject import COMPUTES, HALF, BuiltIn, Function, function_subject
 from klgrad.analysis.checking.targets import Target
 from klgrad.analysis.checking.wording import sentence
 from klgrad.synth.configurations import PLACEMENTS, Configuration, parse
@@ -74,7 +74,7 @@ def run(function: str | Callable[..., Any], options: Options, progress: Callable
     given = tuple(subject.plan.given()) if isinstance(subject, Function) else ()
     report = Report(name, options.target, placement, words=target.words, given=given)
     try:
-        with np.errstate(all="ignore"):  # what overflows is a finding
+        with np.errstate(all="ignore"), one_thread():  # what overflows is a finding
             for done, grown in enumerate(_sections(subject, target, report, options), 1):
                 report = grown
                 if progress is not None:
@@ -159,6 +159,11 @@ def _placed(subject: Subject, placement: str | None, name: str) -> str | None:
     return possible[0] if isinstance(subject, BuiltIn) and len(possible) == 1 else placement
 
 
+def _note(sentence: str, subject: Function) -> Finding:
+    coarse = sentence.startswith(COMPUTES) and subject.tolerance > HALF
+    return Finding("function", "warning" if coarse else "info", sentence)
+
+
 def _broken(fault: Fault) -> Finding:
     return Finding("function", "error", str(fault), detail=fault.detail, mend=fault.mend)
 
@@ -184,7 +189,9 @@ def _verdicts(subject: Subject, target: Target, report: Report) -> tuple[list[Fi
         wrong = not found["passes"]
         if wrong and not choice:
             cause = causes.find(subject, target, where, found)
-            text, mend = (f"{text}; {cause.what}", cause.mend or mend) if cause else (text, mend)
+            if cause:
+                dead = cause.kind == "rewards" and found["verdict"] in ("dead", "zero")  # for want of rewards
+                text, mend = cause.what if dead else f"{text}; {cause.what}", cause.mend or mend
             code = code or instead(found, target, where, cause.kind if cause else "")
         level = "error" if wrong and not choice else "info"
         numbers = {key: found[key] for key in ("verdict", "scale", "relative_bias", "cosine")}
@@ -200,8 +207,8 @@ def _to_choose(report: Report) -> Finding:
     wrong = [PLACE[where] for where in report.gradient if where not in report.gives]
     return Finding(
         "gradient", "error",
-        f"where it stands decides: in the {' and in the '.join(PLACE[p] for p in report.gives)} it gives what is wanted, "
-        f"in the {' and in the '.join(wrong)} it does not",
+        f"where it stands decides: in the {' and in the '.join(PLACE[p] for p in report.gives)} it gives what is "
+        f"wanted, in the {' and in the '.join(wrong)} it does not",
         mend=f"say where yours stands, {options}",
     )  # fmt: skip
 
@@ -236,7 +243,7 @@ def _sections(subject: Subject, target: Target, report: Report, options: Options
     if "variance" in sections:
         report = _noise(subject, target, report, section, options.error, coupled, surrogate)
     yield report
-    dead = section.gradient.get("loss", {}).get("verdict") == "dead"
+    dead = section.gradient.get("loss", {}).get("verdict") in ("dead", "zero")
     if "numerics" in sections:
         report = _more(report, numerics.examine(subject, coupled=coupled, dead=dead))
     yield report
@@ -251,7 +258,7 @@ def _sections(subject: Subject, target: Target, report: Report, options: Options
     if isinstance(subject, Function):
         report = _more(report, invariance.repeated(subject, before)[1])
         report = _more(report, confirm(subject, probe()))
-        report = _more(report, [Finding("function", "info", note) for note in subject.notes])
+        report = _more(report, [_note(note, subject) for note in subject.notes])
     yield report
 
 

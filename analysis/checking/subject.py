@@ -22,6 +22,8 @@ from klgrad.synth.enumeration import Batch
 RETURNS = ("penalty", "reward", "return")
 # relative changes that are lost, what to compare to then, the step of differences, and the precision's name
 _PRECISIONS = ((1e-6, 3e-2, 0.25, "half"), (1e-11, 1e-4, 1e-2, "single"))
+COMPUTES = "it computes in"
+HALF = 1e-3  # tolerances past this are those of half precision
 _DIFFERENCES = ((1, 8 / 12), (2, -1 / 12))
 
 
@@ -347,7 +349,7 @@ def _probed(subject: Function, probe: Batch) -> Function:
             if _coarse(tried, probe, digits):
                 note(
                     tried.notes,
-                    f"it computes in {precision} precision, whatever it is given; compared to {tolerance:g}",
+                    f"{COMPUTES} {precision} precision, whatever it is given; compared to {tolerance:g}",
                 )
                 return replace(tried, tolerance=tolerance, step=step)
         return tried

@@ -108,8 +108,8 @@ def _estimate(
         mend = (
             "flip its sign, or say that it returns a reward"
             if mirrored
-            else "single terms of a KL are negative and only their whole sum is not: terms are clipped, weighted or left "
-            "out before the sum"
+            else "single terms of a KL are negative and only their whole sum is not: terms are clipped, weighted or "
+            "left out before the sum"
             if numbers["zero_at_identity"]
             else "what it compares is not policy and reference on the same tokens at the same temperature"
         )
@@ -146,7 +146,7 @@ def _identity(numbers: dict[str, Any], tolerance: float, *, loose: bool, surroga
             "at_identity",
         )
         return
-    level = "info" if loose else "warning" if surrogate else "error"
+    level = "info" if loose or surrogate else "error"
     yield _finding(
         level,
         f"with equal log-probs it is {floor:.4g}, not 0"

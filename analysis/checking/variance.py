@@ -39,7 +39,7 @@ def every_unbiased() -> tuple[Configuration, ...]:
 
 @cache
 def every_right(target: str) -> tuple[Configuration, ...]:
-    """What gives the target exactly; for the sequence's gradient every unbiased one, for others those without baseline."""
+    """What gives the target exactly; for the sequence's gradient every unbiased one, else those without a baseline."""
     if target == "sequence":
         return every_unbiased()
     if target not in FIRST:
