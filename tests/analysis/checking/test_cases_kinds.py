@@ -276,7 +276,7 @@ def test_c15_a_compiled_function():
     assert any("compiled" in f.message for f in report.of("function"))
 
 
-# ------------------------------------------------------------------------------------------ what failed for a wrong reason
+# -------------------------------------------------------------------------------------- what failed for a wrong reason
 
 
 def vocabulary_mean(logits, ref_logits):
