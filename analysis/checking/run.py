@@ -243,7 +243,8 @@ def _sections(subject: Subject, target: Target, report: Report, options: Options
     if "variance" in sections:
         report = _noise(subject, target, report, section, options.error, coupled, surrogate)
     yield report
-    dead = section.gradient.get("loss", {}).get("verdict") in ("dead", "zero")
+    words = {found["verdict"] for found in section.gradient.values()}
+    dead = (bool(words) and words <= {"dead", "zero"}) or section.gradient.get("loss", {}).get("verdict") == "dead"
     if "numerics" in sections:
         report = _more(report, numerics.examine(subject, coupled=coupled, dead=dead))
     yield report

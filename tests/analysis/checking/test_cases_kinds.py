@@ -267,6 +267,7 @@ def test_c14_rewards_that_are_centred(function):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
 def test_c15_a_compiled_function():
     def plain(logp, ref_logp):
         return 0.5 * (logp - ref_logp) ** 2
@@ -276,7 +277,7 @@ def test_c15_a_compiled_function():
     assert any("compiled" in f.message for f in report.of("function"))
 
 
-# ------------------------------------------------------------------------------------ what failed for a wrong reason
+# -------------------------------------------------------------------------------------- what failed for a wrong reason
 
 
 def vocabulary_mean(logits, ref_logits):

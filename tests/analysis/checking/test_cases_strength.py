@@ -81,7 +81,7 @@ def unused(logp, ref_logp, beta=0.05):
 def switched_off(logp, ref_logp, mask, beta=0.05, use_kl_loss=False):
     """The flag that turns it on is never passed."""
     base = 0.0 * masked(mask, logp).sum(-1)
-    return (base + beta * masked(mask, k2(logp, ref_logp)).sum(-1) if use_kl_loss else base).mean()
+    return (base + beta * masked(mask, k2(logp, ref_logp)).sum(-1) if use_kl_loss and beta else base).mean()
 
 
 def hard_wired(logp, ref_logp, mask, kl_loss_coef):
