@@ -74,8 +74,8 @@ def _note(phi: Phi, m: Model) -> None:
         if not np.isfinite(found).all():
             bad = np.argwhere(~np.isfinite(found))[0]
             raise StepFailed(
-                f"{name}{phi.text} is {found[*bad]} in double precision at r = {m.r[*bad]:.4g}, which this pair meets, so "
-                "no step can be checked there: take a pair closer to its reference"
+                f"{name}{phi.text} is {found[*bad]} in double precision at r = {m.r[*bad]:.4g}, which this pair meets, "
+                "so no step can be checked there: take a pair closer to its reference"
             )
     value, slope = (m.taken(f.error(x)) for f in (phi.value, phi.along))
     m.note(0.0, m.p @ value.sum(axis=1))
