@@ -367,7 +367,7 @@ def _coarse(subject: Function, probe: Batch, digits: float) -> bool:
         terms = subject.evaluate(Batch(**fields), differentiate=slopes)
         return [part for part in (terms.value, terms.token, terms.vocab) if part is not None]
 
-    here, far, near = moved(0.0), moved(0.1), moved(digits)
+    here, far, near = moved(0.0), moved(0.02), moved(digits)
     return any(  # a clamp's slope moves too, where an entry crosses it: most must
         2 * np.count_nonzero(a != b) > np.count_nonzero(a) > 0 and np.array_equal(a, c)
         for a, b, c in zip(here, far, near, strict=True)
