@@ -27,6 +27,7 @@ SHORT = (1, 2, 3)
 SEED = 20251226
 _CELLS = ((3, False), (4, False), (2, True), (4, True))  # vocabulary, end token: besides (2, False) and (3, True)
 _WIDE = 8
+_NEAR = 0.6  # of the usual logits: many words reach far, and clamps that the usual pairs leave alone would act
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,9 +112,9 @@ def model(pair: PolicyPair, length: int) -> Model:
     return Model(pair, length, every.contexts[keep], Batch(*(part[keep] for part in parts)), np.exp(sampled[keep]))
 
 
-def _random(rng: np.random.Generator, vocabulary: int, ends: bool, name: str) -> PolicyPair:
+def _random(rng: np.random.Generator, vocabulary: int, ends: bool, name: str, size: float = 1.0) -> PolicyPair:
     automaton = markov(vocabulary, 1, start=(0,), eos=ends)
-    policy, reference = rng.normal(size=(2, *automaton.next_context.shape))
+    policy, reference = size * rng.normal(size=(2, *automaton.next_context.shape))
     policy[:, -1] -= ends  # replies long enough to be worth looking at
     return PolicyPair(automaton, tabular(automaton, policy), log_softmax(reference), None, name)
 
@@ -137,8 +138,8 @@ def vocabularies(wide: bool = False) -> tuple[Model, ...]:
     """Short models of other vocabularies, in both kinds; ``wide``: one of 8 tokens too, where a top-k shows."""
     rng = np.random.default_rng(SEED + 1)
     found: list[tuple[PolicyPair, tuple[int, ...]]]
-    found = [(_random(rng, V, ends, f"V = {V}"), SHORT) for V, ends in _CELLS]
-    found += [(_random(rng, _WIDE, False, f"V = {_WIDE}"), SHORT[:2])] if wide else []
+    found = [(_random(rng, V, ends, f"V = {V}", _NEAR), SHORT) for V, ends in _CELLS]
+    found += [(_random(rng, _WIDE, False, f"V = {_WIDE}", _NEAR), SHORT[:2])] if wide else []
     return tuple(model(pair, length) for pair, lengths in found for length in lengths)
 
 

@@ -358,15 +358,20 @@ def _probed(subject: Function, probe: Batch) -> Function:
 
 
 def _coarse(subject: Function, probe: Batch, digits: float) -> bool:
-    """Whether a relative change so small in the log-probs is lost on a function that depends on them."""
+    """Whether a relative change so small in the log-probs is lost on a value or a slope that depends on them."""
+    slopes = subject.backend == "torch"  # of numpy they are differences, and no finer than the value
 
-    def moved(by: float) -> np.ndarray:
+    def moved(by: float) -> list[np.ndarray]:
         fields = {name: getattr(probe, name) for name in Batch.__dataclass_fields__}
         fields |= {role: np.asarray(fields[role]) * (1 + by) for role in ("log_probs", "full_log_probs")}
-        return subject.evaluate(Batch(**fields), differentiate=False).value
+        terms = subject.evaluate(Batch(**fields), differentiate=slopes)
+        return [part for part in (terms.value, terms.token, terms.vocab) if part is not None]
 
-    here = moved(0.0)
-    return not np.array_equal(here, moved(0.1)) and np.array_equal(here, moved(digits))
+    here, far, near = moved(0.0), moved(0.02), moved(digits)
+    return any(  # a clamp's slope moves too, where an entry crosses it: most must
+        2 * np.count_nonzero(a != b) > np.count_nonzero(a) > 0 and np.array_equal(a, c)
+        for a, b, c in zip(here, far, near, strict=True)
+    )
 
 
 def _mentions_torch(function: Callable[..., Any]) -> bool:
