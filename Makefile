@@ -8,12 +8,13 @@ DEV := $(VENV)/.dev
 AUDIT := $(VENV)/audit
 LLM := $(VENV)/.llm
 MUTATE := $(VENV)/.mutate
+ENDS := $(VENV)/oldest $(VENV)/newest
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
 # An environment that was moved, or has lost its Python, is made anew.
 $(shell [ -x $(BIN)/python ] && grep -qxF -- "$(CURDIR)" $(BASE) 2>/dev/null || rm -f $(BASE) $(DEV) $(LLM) $(MUTATE))
 
-.PHONY: help figure1 llm test check slow fuzz mutate bench audit docs clean
+.PHONY: help figure1 llm test check rounding oldest newest slow fuzz mutate bench audit docs clean
 
 SECONDS ?= 600
 
@@ -29,13 +30,23 @@ llm: $(LLM) ## teach a tiny language model, train it with a KL, and draw its Fig
 	$(BIN)/klgrad llm train tiny-rloo --set steps=30 --resume --out out/llm
 	$(BIN)/klgrad llm probe --policy out/llm/step-30 --reference out/tiny --out out
 
-test: check ## lint, types, and every test that is not slow
+test: check ## lint, types, a part of the tests under two other arithmetics, and every test that is not slow
+	$(BIN)/python tests/rounding/run.py --part baseline avx2
 	$(BIN)/python -m pytest -n 2
 
 check: $(DEV) ## lint, format and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+rounding: $(DEV) ## every test that is not slow, under each arithmetic this machine has; VARIATIONS="hash-0 avx2" for some
+	$(BIN)/python tests/rounding/run.py $(VARIATIONS)
+
+oldest: $(VENV)/oldest/.ready ## every test that is not slow, with the lowest versions that pyproject.toml allows
+	$(VENV)/oldest/bin/python -m pytest -n 2
+
+newest: $(VENV)/newest/.ready ## the same with the newest that the registry has
+	$(VENV)/newest/bin/python -m pytest -n 2
 
 slow: $(DEV) ## the slow tests
 	$(BIN)/python -m pytest -n 2 -m slow
@@ -85,6 +96,13 @@ $(DEV): $(BASE)
 $(MUTATE): $(DEV)
 	@echo "installing the mutation tool into $(VENV) (once)"
 	@$(PIP) -e ".[mutation]"
+	@touch $@
+
+$(ENDS:=/.ready): $(VENV)/%/.ready: pyproject.toml constraints.txt tests/bounds/pins.py $(BASE)
+	@echo "installing the $* versions that pyproject.toml allows into $(VENV)/$* (once)"
+	@$(PYTHON) -m venv --clear $(VENV)/$* >/dev/null
+	@$(PYTHON) tests/bounds/pins.py $* > $(VENV)/$*/pins.txt
+	@$(VENV)/$*/bin/python -m pip install -q --disable-pip-version-check -r $(VENV)/$*/pins.txt -e .
 	@touch $@
 
 $(AUDIT)/.ready: $(BASE) tests/audit/light.txt tests/audit/bare.txt

@@ -208,14 +208,16 @@ class PreciseMoments:
 
     @cached_property
     def baseline(self) -> Any:
-        """b, or what leave-one-out estimates."""
+        """b, or what leave-one-out estimates; 0 where Y never varies."""
         kind = self.configuration.baseline
         if kind in ("mean", "loo"):
             return self._mean(self.c)
         if not kind.startswith("optimal"):
             return mpmath.mpf(self.configuration.baseline_value if kind == "constant" else 0)
         cross, spread = self._covariance(self.x, self.y), self._covariance(self.y, self.y)
-        return cross / spread if kind.endswith("coordinate") else cross.sum() / spread.sum()
+        if not kind.endswith("coordinate"):
+            cross, spread = cross.sum(keepdims=True), spread.sum(keepdims=True)
+        return np.array([x / y if y else y for x, y in zip(cross, spread, strict=True)], object)
 
     @cached_property
     def mean(self) -> np.ndarray:
