@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from klgrad.analysis.libraries import Library, library
+from klgrad.analysis.libraries import Library, editions, library
 from klgrad.analysis.readings import reading
 from klgrad.analysis.recipes import Recipe, token_weights
 from klgrad.analysis.resolution import resolve, written
@@ -231,7 +231,7 @@ def _version(distribution: str) -> str:
 
 
 def _other_version(entry: Library, version: str) -> str:
-    return "" if version in (entry.version, *entry.versions) else f"{entry.version} was read"
+    return "" if version in {edition.version for edition in editions(entry)} else f"{entry.version} was read"
 
 
 def _sentence(error: BaseException) -> str:

@@ -2,12 +2,14 @@
 
 A finding's level comes from the verdict that the engine gives: ``error`` where the expected gradient is none that
 regularises towards the reference or where a setting is silently not applied, ``warning`` where it is another
-divergence's, a partial one or depends on the length, ``note`` for what is worth knowing.
+divergence's, a partial one or depends on the length, ``note`` for what is worth knowing; ``open`` where the verdict
+would rest on a guess, so that there is none.
 """
 
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from klgrad.analysis.libraries import plain_key
+from klgrad.analysis.libraries import editions, plain_key
 from klgrad.analysis.readings import Reading, reading
-from klgrad.analysis.resolution import Penalty, Resolution, applicable, written
-from klgrad.analysis.settings import Repeat
+from klgrad.analysis.resolution import Penalty, Resolution, applicable, matched, unwrapped, written
+from klgrad.analysis.settings import Gap, Repeat, plain
 from klgrad.synth.estimators import estimator, number
 
-LEVELS = ("error", "warning", "note")
+LEVELS = ("open", "error", "warning", "note")
 _SHORT, _LONG = 2, 8  # replies of which the effective coefficient is told
 
 
@@ -41,15 +43,20 @@ class Finding:
         return next((line for _, line in self.keys if line is not None), None)
 
 
-def findings(resolution: Resolution, total: Reading | None, repeated: Sequence[Repeat] = ()) -> list[Finding]:
-    """Everything to know about the settings, errors first.
+def findings(
+    resolution: Resolution, total: Reading | None, repeated: Sequence[Repeat] = (), gaps: Sequence[Gap] = ()
+) -> list[Finding]:
+    """Everything to know about the settings, what is open and errors first.
 
     Args:
         total: the verdict on all penalties together; ``None`` without one.
         repeated: keys that a file writes twice.
+        gaps: what the text leaves open.
     """
+    if resolution.library.stage:
+        return [Finding("open", "not-covered", resolution.library.stage)]
     found = [*_from_entry(resolution), *_settings_findings(resolution), *_unknown(resolution)]
-    found += [_repeat_finding(repeat) for repeat in repeated]
+    found += [*(_repeat_finding(repeat) for repeat in repeated), *_gap_findings(resolution, gaps)]
     found += _verdict_findings(resolution, total)
     if not resolution.penalties and not any(each.level == "error" for each in found):
         found.append(Finding("note", "no-penalty", "no KL penalty is on"))
@@ -123,33 +130,89 @@ def _settings_findings(resolution: Resolution) -> Iterator[Finding]:
         message = f"not given, and its default not read at this version: {held} is assumed"
         yield Finding("note", "assumed-default", message, _places(resolution, unread))
     for identity, message, keys in resolution.problems:
-        yield Finding("warning", identity, message, _places(resolution, keys))
+        guessed = identity == "unknown-value" and set(keys) & set(resolution.decisive)
+        message += f", and the verdict would rest on it; --set {keys[0]}=VALUE says it" if guessed else ""
+        yield Finding("open" if guessed else "warning", identity, message, _places(resolution, keys))
     for given in resolution.given.values():
         if plain_key(given.written) != plain_key(given.key) and not resolution.library.keys[given.key].section:
             yield Finding("note", "read-as", f"{given.written} is read as {given.key}", ((given.written, given.line),))
     entry = resolution.library
     if entry.asked:
-        known = ", ".join([entry.version, *entry.versions])
+        known = ", ".join(edition.version for edition in editions(entry))
         message = f"{entry.title} {entry.asked} was not read (known: {known}): the facts of {entry.version} are assumed"
         yield Finding("warning", "unknown-version", message)
 
 
+_OF_THE_KL = re.compile(r"(?:^|[._])(?:kl|kld|kldiv)(?:$|[._\d])|(?:^|_)kl_?(?:div|coe)")
+_NEAR_THE_KL = re.compile(r"(?:^|_)beta$|(?:^|_)ref(?:$|_)|reference|(?:^|_)penalty")
+_OF_SOMETHING_ELSE = re.compile(r"repetition|length|presence|frequency|overlong|format|rep_|no_repeat")
+_ELSEWHERE = {"env", "envs", "reward", "rewards", "reward_model", "data", "sampling_params", "generation", "eval"}
+_OFF = (None, False, 0, 0.0)
+
+
 def _unknown(resolution: Resolution) -> Iterator[Finding]:
-    """Settings that look like KL settings and are none that the entry knows."""
+    """Settings that speak of the KL and that the entry does not read, and near misses of those it reads."""
     entry = resolution.library
-    ends = {_short(plain_key(key)): key for key in entry.keys}
     for setting in resolution.unread:
-        end = _short(plain_key(setting.key))
-        if end in entry.unrelated:
+        name = plain_key(unwrapped(setting.key, entry))
+        known, place = name in entry.all_keys, ((setting.key, setting.line),)
+        if plain(setting.value) in _OFF or any(fnmatch.fnmatchcase(name, pattern) for pattern in entry.unrelated):
             continue
-        near = difflib.get_close_matches(end, ends, n=1, cutoff=0.85)
-        if not near and not re.search(r"(?:^|[._])(?:use_)?kl(?:$|[._]|\d|div|coe)|_kl(?:$|_)", plain_key(setting.key)):
+        near = _nearest(name, resolution)
+        if _speaks(name, known=known):
+            what = "a setting of {} that is not read here" if known else "no setting of {} that is known here"
+            hint = "" if near is None or known else f"; did you mean {near}?"
+            message = f"{setting.key} is {what.format(f'{entry.title} {entry.version}')}, and it speaks of the KL{hint}"
+            yield Finding("open", "unknown-key", message, place)
+        elif near is not None and not known:
+            message = f"{setting.key} is no setting of {entry.title} {entry.version}; did you mean {near}?"
+            yield Finding("warning", "unknown-key", message, place)
+
+
+def _speaks(name: str, *, known: bool) -> bool:
+    """Whether a setting is about the KL; one that the library is known to have only where it says so outright."""
+    end = ".".join(name.split(".")[-2:])
+    if _OF_THE_KL.search(end):
+        return True
+    last = _short(name)
+    return (
+        not known
+        and not _ELSEWHERE & set(name.split(".")[:-1])
+        and bool(_NEAR_THE_KL.search(last))
+        and not _OF_SOMETHING_ELSE.search(last)
+    )
+
+
+def _nearest(name: str, resolution: Resolution) -> str | None:
+    """The setting of which a name is a misspelling, as a whole; for one about the KL, also its last part elsewhere."""
+    parts = name.count(".") + 1
+    keys = {".".join(plain_key(key).split(".")[-parts:]): key for key in resolution.library.keys}
+    near = difflib.get_close_matches(name, [key for key in keys if _short(key) != _short(name)], n=1, cutoff=0.9)
+    if near:
+        return keys[near[0]]
+    ends = {_short(plain_key(key)): key for key in resolution.library.keys}
+    close = difflib.get_close_matches(_short(name), ends, n=1, cutoff=0.85) if _OF_THE_KL.search(name) else []
+    return ends[close[0]] if close else None
+
+
+def _gap_findings(resolution: Resolution, gaps: Sequence[Gap]) -> Iterator[Finding]:
+    """What the text leaves open, as far as it bears on the verdict."""
+    own = resolution.library.own
+    for gap in gaps:
+        if gap.file and any(fnmatch.fnmatchcase(_stem(gap.file), name) for name in own):
             continue
-        hint = f"; did you mean {ends[near[0]]}?" if near else ""
-        message = (
-            f"{setting.key} is no setting of {entry.title} {entry.version} that is known here: it was ignored{hint}"
-        )
-        yield Finding("warning", "unknown-key", message, ((setting.key, setting.line),))
+        wanting = [key for key in resolution.decisive if key not in resolution.given]
+        level, message = gap.level, gap.message
+        if gap.decisive and wanting:
+            level = "open"
+            message += f": {', '.join(map(_short, wanting[:4]))} may stand there, and the verdict would rest on them"
+        key = matched(unwrapped(gap.key, resolution.library), resolution.library) if gap.key else None
+        if not gap.key or key in resolution.decisive:
+            yield Finding(level, gap.id, message, ((gap.key or gap.file, gap.line),))
+
+
+def _stem(file: str) -> str:
+    return re.sub(r"\.\w+$", "", file.rpartition("/")[2])
 
 
 # ------------------------------------------------------------------------------------------------ what the verdict is

@@ -79,3 +79,17 @@ def variance_interval(
     unknown = np.isnan(low) | np.isnan(high)  # the gamma's lower quantile underflows
     low, high = np.where(unknown, 0.0, low), np.where(unknown, np.inf, high)
     return np.where(exact, variance, low), np.where(exact, variance, high)
+
+
+def low_end(
+    variance: Float[np.ndarray, " R"], relative: Float[np.ndarray, " R"], level: float = LEVEL
+) -> Float[np.ndarray, " R"]:
+    """``low [R]`` of the interval with no upper end, for the same arguments, whatever the distribution.
+
+    A mean mu of what is never negative is exceeded mu / tail with a probability of at most the tail (Markov), and by
+    sqrt(relative (1 - tail) / tail) mu as well (Cantelli): the variance is at least the measured one over the less.
+    """
+    tail = (1 - level) / 2
+    with np.errstate(over="ignore"):
+        most = 1 + np.sqrt(np.asarray(relative, float) * (1 - tail) / tail)
+    return np.asarray(variance, float) / np.fmin(most, 1 / tail)

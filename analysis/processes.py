@@ -33,6 +33,8 @@ def in_processes(
         jobs: what can be pickled, each called once in some worker.
         workers: processes at most.
     """
+    if not jobs:
+        return
     from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 
     context, waiting = _Recording(), dict[Future[Result], int]()

@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from klgrad.analysis.libraries import Key, Library, plain_key
+from klgrad.analysis.libraries import Library, plain_key
 from klgrad.analysis.recipes import Recipe, parse_recipe
 from klgrad.analysis.settings import Setting, plain
 from klgrad.synth.estimators import number
 
 ASSUMED_GROUP = 8
+_ANYTHINGS = {"n", "name", "type", "path", "estimator", "target", "horizon", "coef", "coeff", "enabled", "ref"}
 _GROUPED = ("loo=", "group-mean=", "group-std=")
 
 When = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -62,6 +63,7 @@ class Resolution:
         unread: settings that are none of the library's, as written.
         problems: ``(id, message, keys)`` of settings that could not be taken as they are.
         policy: how the policy loss is reduced, where an entry says so.
+        decisive: the keys that the verdict rests on, given or not.
     """
 
     library: Library
@@ -72,6 +74,7 @@ class Resolution:
     unread: tuple[Setting, ...]
     problems: tuple[tuple[str, str, tuple[str, ...]], ...]
     policy: str
+    decisive: tuple[str, ...] = ()
 
     @property
     def terms(self) -> list[tuple[float, Recipe]]:
@@ -79,16 +82,24 @@ class Resolution:
         return [(penalty.coefficient, penalty.recipe) for penalty in self.penalties]
 
 
-def _matched(name: str, keys: Mapping[str, Key]) -> str | None:
+def unwrapped(name: str, entry: Library) -> str:
+    """A key without the section that a file may put around the entry's settings."""
+    section, _, inner = name.partition(".")
+    return inner if inner and section in entry.sections else name
+
+
+def matched(name: str, entry: Library) -> str | None:
     """The one key that a written name means: itself, or one that ends or begins where the other does."""
     text = plain_key(name)
-    plain_keys = {plain_key(key): key for key in keys}
+    plain_keys, keys = entry.plain_keys, entry.keys
     if text in plain_keys:
         return plain_keys[text]
     for section in (p for p, key in plain_keys.items() if keys[key].section):
         if text.startswith(f"{section}."):
             return plain_keys[section]
-    ends = [k for p, k in plain_keys.items() if p.endswith(f".{text}") or text.endswith(f".{p}")]
+    if text in _ANYTHINGS:
+        return None
+    ends = [k for p, k in plain_keys.items() if p.endswith(f".{text}") or ("." in p and text.endswith(f".{p}"))]
     return ends[0] if len(ends) == 1 else None
 
 
@@ -115,18 +126,19 @@ class _Resolver:
         self.problems: list[tuple[str, str, tuple[str, ...]]] = []
         self.asked: list[str] = []
         for setting in settings:
-            self._take(setting)
+            self._take(self._referred(setting))
         self.values = {key: k.default for key, k in entry.keys.items()} | {k: g.value for k, g in self.given.items()}
 
     def _take(self, setting: Setting) -> None:
-        key, value = _matched(setting.key, self.entry.keys), plain(setting.value)
+        name = unwrapped(setting.key, self.entry)
+        key, value = self._known(name), plain(setting.value)
         for section in self._sections(setting.key):
             if value is not None:
                 self.given.setdefault(section, Given(section, "given", setting.key, setting.line))
-        name = plain_key(setting.key)
+        name = plain_key(name)
         if key is None and setting.flag and name.startswith("no_"):
             name = name.removeprefix("no_")
-            key, value = _matched(name, self.entry.keys), False
+            key, value = self._known(name), False
         if key is None:
             self.unread.append(setting)
             return
@@ -159,6 +171,19 @@ class _Resolver:
         value = next((v for v in known.values if written(v) == written(value)), value)
         self.given[key] = Given(key, value, key if exact else setting.key, setting.line)
 
+    def _referred(self, setting: Setting) -> Setting:
+        """``${key}`` that the text does not set is the library's default of that key."""
+        match = re.fullmatch(r"\$\{([\w.]+)\}", setting.value) if isinstance(setting.value, str) else None
+        known = self.entry.keys.get(match[1]) if match else None
+        return setting if known is None else replace(setting, value=known.default)
+
+    def _known(self, name: str) -> str | None:
+        """The key that a name means; none where the library has another setting of just that name."""
+        key = matched(name, self.entry)
+        if key is None or self.entry.keys[key].section or plain_key(name) == plain_key(key):
+            return key
+        return None if plain_key(name) in self.entry.all_keys else key
+
     def _sections(self, name: str) -> list[str]:
         inside = [key for key, known in self.entry.keys.items() if known.section]
         return [key for key in inside if plain_key(name).startswith(f"{plain_key(key)}.")]
@@ -174,6 +199,11 @@ class _Resolver:
             return all(found)
         found = [self.holds(each) for each in when]
         return any(found)
+
+    def failing(self, when: When) -> list[str]:
+        """The keys whose conditions do not hold."""
+        cases = [when] if isinstance(when, Mapping) else when
+        return [key for case in cases for key, condition in case.items() if not self._one(key, condition)]
 
     def _one(self, key: str, condition: Any) -> bool:
         self.asked.append(key)
@@ -234,15 +264,20 @@ def resolve(entry: Library, settings: Sequence[Setting]) -> Resolution:
     resolver = _Resolver(entry, settings)
     penalties, read = [], set()
     switches: dict[str, tuple[str, ...]] = {}
+    decisive: dict[str, None] = {}
     for term in entry.terms:
         resolver.asked = []
         on = resolver.holds(term.get("when", {}))
         asked = tuple(dict.fromkeys(resolver.asked))
+        decisive |= dict.fromkeys(asked)
         if on and resolver.values.get(term["coefficient"], 0) is not None:  # a coefficient of none switches it off
             penalties.append(_penalty(resolver, term, asked))
             read.add(term["coefficient"])
+            own = [term["coefficient"]] if isinstance(term["coefficient"], str) else []
+            decisive |= dict.fromkeys([*penalties[-1].keys, *penalties[-1].assumption_keys, *own])
         elif isinstance(term["coefficient"], str) and term["coefficient"] not in asked:
-            switches[term["coefficient"]] = (*switches.get(term["coefficient"], ()), *asked)
+            failing = resolver.failing(term.get("when", {}))
+            switches[term["coefficient"]] = (*switches.get(term["coefficient"], ()), *failing)
     idle = {
         key: tuple(dict.fromkeys(asked))
         for key, asked in switches.items()
@@ -251,7 +286,7 @@ def resolve(entry: Library, settings: Sequence[Setting]) -> Resolution:
     policy = resolver.choose(entry.policy["aggregation"]) if entry.policy else ""
     return Resolution(
         entry, resolver.values, resolver.given, tuple(penalties), idle, tuple(resolver.unread),
-        tuple(resolver.problems), policy,
+        tuple(resolver.problems), policy, tuple(decisive),
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from klgrad.analysis.montecarlo import CPU, Progress, Simulation, check_counts, 
 from klgrad.files import write_together
 from klgrad.synth import exact
 from klgrad.synth.configurations import Configuration, check_names
+from klgrad.synth.fourth import Cumulants, fourth_cumulants
 from klgrad.synth.moments import Moments, full_fits, moments
 from klgrad.synth.policies import PolicyPair
 from klgrad.zeros import zero_bias, zero_variance
@@ -34,13 +35,20 @@ COLUMNS = (
     "preset", "configuration", "estimator", "placement", "length", "source",
     "kl", "gradient_norm",
     "bias", "bias_low", "bias_high", "bias_floor", "bias_debiased", "bias_rounding", "relative_bias", "scale", "cosine",
-    "variance", "variance_low", "variance_high", "variance_rounding",
+    "variance", "variance_low", "variance_high", "variance_interval", "variance_rounding",
     "estimate", "estimate_variance", "estimate_variance_rounding", "samples", "trials",
 )  # fmt: skip
-LATER = ("bias_rounding", "variance_rounding", "estimate_variance_rounding")  # columns that earlier tables lack
+LATER = (
+    "bias_rounding",
+    "variance_interval",
+    "variance_rounding",
+    "estimate_variance_rounding",
+)  # columns that earlier tables lack
 _ZERO = 1e-12  # a mean below this share of the true gradient has no direction
 _FULL_PARAMETERS = 64
 _FEW_DIGITS, _LOG_RATIO_DIGITS = 1e-6, 1e-9  # relative roundings from which numbers are not given without a word
+_FEWEST = 3  # sequences that carry a variance, expected among those drawn, below which it has no upper end
+EXACT, FOURTH, SKETCHED, SAMPLED, LOW_END = "exact", "fourth moment", "sketched", "sampled", "low end"
 
 
 @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # what overflows is in the table, and beyond_float64
@@ -68,8 +76,11 @@ def compare(
 
     Returns:
         A frame with ``COLUMNS``. Exact rows have floor 0, low = high, and trials 0; what double precision leaves
-        open is in ``bias_rounding`` and ``variance_rounding`` (see ``lost_digits``). Of ``NAME(best)`` the column
-        ``estimator`` says which it is at the row's length.
+        open is in ``bias_rounding`` and ``variance_rounding`` (see ``lost_digits``). ``variance_interval`` is
+        ``exact`` there, and elsewhere what its width is from: the exact ``fourth moment`` (``sketched`` along random
+        directions where there are many parameters; ``sampled``, from the trials, where that fails too), or
+        ``low end`` where the tail forbids an upper one. Of ``NAME(best)`` the column ``estimator`` says which it is at
+        the row's length.
 
     Raises:
         ValueError: for a length out of range, fewer than 2 trials or samples, no configuration, or two estimators of
@@ -141,7 +152,7 @@ def _exact_row(head: dict[str, Any], m: Moments, i: int, truth: np.ndarray, samp
         "source": "exact",
         "bias": bias, "bias_low": bias, "bias_high": bias, "bias_floor": 0.0, "bias_debiased": bias,
         **_direction(m.mean[i], truth),
-        "variance": variance, "variance_low": variance, "variance_high": variance,
+        "variance": variance, "variance_low": variance, "variance_high": variance, "variance_interval": EXACT,
         "variance_rounding": float(m.rounding[i, 0]),
         "estimate": float(m.estimate[i]), "estimate_variance": float(m.estimate_variance[i]),
         "estimate_variance_rounding": float(m.rounding[i, 1]),
@@ -160,7 +171,7 @@ def _monte_carlo_rows(
     trials: int,
     samples: int,
 ) -> list[dict[str, Any]]:
-    from klgrad.analysis.intervals import bias_interval, variance_interval
+    from klgrad.analysis.intervals import bias_interval
 
     rows, noise = [], []
     for c, m in enumerate(found):
@@ -184,10 +195,43 @@ def _monte_carlo_rows(
     trace, square, along, relative = np.array(noise).T
     low, high = bias_interval(np.array([row["bias"] for row in rows]), trace, square, along)
     low = np.where([zero_bias(row) for row in rows], 0.0, low)
-    v_low, v_high = variance_interval(np.array([row["variance"] for row in rows]), relative)
+    measured = np.array([row["variance"] for row in rows])
+    cumulants = fourth_cumulants(pair, found, lengths, samples)
+    v_low, v_high, kinds = _variance_ends(measured, trace, square, relative, cumulants, trials, samples)
     for k, row in enumerate(rows):
-        row.update(bias_low=low[k], bias_high=high[k], variance_low=v_low[k], variance_high=v_high[k])
+        row.update(bias_low=low[k], bias_high=high[k])
+        row.update(variance_low=v_low[k], variance_high=v_high[k], variance_interval=str(kinds[k]))
     return rows
+
+
+def _variance_ends(
+    variance: np.ndarray,
+    trace: np.ndarray,
+    square: np.ndarray,
+    sampled: np.ndarray,
+    cumulants: Cumulants,
+    trials: int,
+    samples: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Low and high ends, and what each interval is from, of variances measured with noise as ``_noise`` has it.
+
+    Were the tail's share of the relative variance, kappa / (K N sigma^4), carried by sequences all alike, at most one
+    over it of them would be expected among the K N (events of size J at rate r add r J to a mean of 1, r J^2 to its
+    variance). Where that is too few, what was drawn says nothing of how large the variance may be.
+    """
+    from klgrad.analysis.intervals import low_end, variance_interval
+
+    rounding = sampled == 0  # not noise, and without a tail
+    tail = cumulants.kappa.ravel() / (trace * trials * samples) ** 2 / (trials * samples)
+    relative = tail + 2 * square / trace**2 / (trials - 1)
+    known = np.isfinite(relative) & (relative > 0) & ~rounding
+    kinds = np.where(cumulants.sketched, SKETCHED, FOURTH).repeat(cumulants.kappa.shape[1])
+    kinds = np.where(known | rounding, kinds, SAMPLED)
+    relative = np.where(known, relative, sampled)
+    few = np.where(known, tail > 1 / _FEWEST, np.isinf(sampled))
+    low, high = variance_interval(variance, relative)
+    kinds = np.where(few, LOW_END, kinds)
+    return np.where(few, low_end(variance, relative), low), np.where(few, np.inf, high), kinds
 
 
 def _noise(m: Moments, i: int, trial: np.ndarray, off: np.ndarray, samples: int) -> tuple[float, float, float, float]:
@@ -362,3 +406,20 @@ def beyond_float64(frame: pd.DataFrame) -> list[str]:
     """Configurations with a value, exact or sampled, that double precision cannot hold on this pair."""
     bad = ~np.isfinite(frame[["bias", "variance", "estimate", "estimate_variance"]].to_numpy(float)).all(axis=1)
     return list(dict.fromkeys(frame.loc[bad, "configuration"]))
+
+
+def short_of_variance(frame: pd.DataFrame) -> list[str]:
+    """Which variances have no upper end, and which an interval from the trials alone, in sentences that say why."""
+    sentences = {
+        LOW_END: f"no upper end of the variance's interval: fewer than {_FEWEST} of the sequences that carry it are "
+        "expected among those drawn; take more trials or samples",
+        SAMPLED: "the variance's interval is from the trials alone, and covers less than 95 % where rare sequences "
+        "carry the variance",
+    }
+    found = []
+    for kind, sentence in sentences.items():
+        for preset, rows in frame[frame["variance_interval"] == kind].groupby("preset", sort=False):
+            lengths = rows.groupby("configuration", sort=False)["length"].agg(lambda each: ", ".join(map(str, each)))
+            who = "; ".join(f"{configuration} at T = {at}" for configuration, at in lengths.items())
+            found.append(f"{preset}: {who}: {sentence}")
+    return found

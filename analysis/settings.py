@@ -1,8 +1,8 @@
 """Settings as people write them: YAML, JSON, TOML, Hydra overrides and command lines, with line numbers.
 
-Files are data: nothing in them is executed or constructed, and includes are not followed. Keys come out dotted,
-values as bool, number, text or ``None``. ``${key}`` and shell variables are filled in where the same text defines
-them, and stay as written where it does not.
+Files are data: nothing in them is executed or constructed. Keys come out dotted, values as bool, number, text or
+``None``; ``$NAME`` stays in a value where nothing in the text sets it. What a shell script starts is in ``shell``,
+what stands in other files in ``composition``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ FORMATS = ("yaml", "json", "toml", "command")
 MAX_SETTINGS = 20_000
 _SUFFIXES = {".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml", ".sh": "command", ".bash": "command"}
 _OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_][\w./@-]*)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$\{([\w.]+)(?::?[-=]([^{}]*))?\}|\$(\w+)")
 _SHELL_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
 
 
@@ -43,13 +42,37 @@ class Repeat:
 
 
 @dataclass(frozen=True)
+class Gap:
+    """What a text leaves open: a sentence, its level, whether settings that decide may stand there; line, file, key."""
+
+    id: str
+    message: str
+    level: str = "warning"
+    decisive: bool = False
+    line: int | None = None
+    file: str = ""
+    key: str = ""
+
+
+@dataclass(frozen=True)
 class Document:
-    """What a text sets, in order (a later setting of a key counts), its words, the format, and keys written twice."""
+    """What a text sets for one run.
+
+    Args:
+        settings: in order; a later setting of a key counts.
+        names: programs called, classes and components: what a library is known by apart from its keys.
+        format: one of ``FORMATS``.
+        repeated: keys written twice.
+        gaps: what is open.
+        label: which of several runs of the text it is.
+    """
 
     settings: tuple[Setting, ...]
-    words: tuple[str, ...]
+    names: tuple[str, ...]
     format: str
     repeated: tuple[Repeat, ...] = ()
+    gaps: tuple[Gap, ...] = ()
+    label: str = ""
 
 
 def plain(value: Any) -> Any:
@@ -74,37 +97,38 @@ def plain(value: Any) -> Any:
 _Repeats = dict[tuple[int, int], Repeat]
 
 
-def read(text: str, name: str = "-", *, may_be_empty: bool = False) -> Document:
-    """The settings in a text; its format from the name's suffix, else from the text.
-
-    Args:
-        may_be_empty: a text of nothing but comments, or ``{}``, sets nothing and is no error.
+def form_of(text: str, name: str) -> str:
+    """The format of a text: from the name's suffix, else from its looks.
 
     Raises:
-        ValueError: for a text that cannot be read as that format, with the line, or one without a setting.
+        ValueError: for Python, and for what is no text.
     """
-    name = "standard input" if name == "-" else name
     suffix = re.search(r"\.\w+$", name)
-    form = _SUFFIXES.get(suffix[0].lower()) if suffix else None
     if suffix and suffix[0].lower() == ".py":
         raise ValueError(f"{name} is Python and is not executed: write its settings as key=value lines, or as YAML")
-    form = form or _guess(text)
     if "\0" in text:
         raise ValueError(f"{name} is no text file")
-    if may_be_empty and re.sub(r"(?m)^\s*#.*$|\s", "", text) in ("", "{}", "---"):
-        return Document((), (), form)
+    return (_SUFFIXES.get(suffix[0].lower()) if suffix else None) or _guess(text)
+
+
+def is_empty(text: str) -> bool:
+    """Whether a text is nothing but comments, or ``{}``."""
+    return re.sub(r"(?m)^\s*#.*$|\s", "", text) in ("", "{}", "---")
+
+
+def parsed(text: str, name: str, form: str) -> tuple[list[Setting], list[Repeat]]:
+    """The settings of a YAML, JSON or TOML text as they are written, and the keys written twice.
+
+    Raises:
+        ValueError: for a text that cannot be read as that format, with the line.
+    """
     repeats: _Repeats = {}
     readers: dict[str, Callable[[str, str], Iterator[Setting]]] = {
         "yaml": partial(_yaml, repeats=repeats),
         "json": _json,
         "toml": _toml,
-        "command": _command,
     }
-    settings = tuple(_filled(list(readers[form](text, name))))
-    if not settings:
-        raise ValueError(f"{name} holds no settings (read as {form})")
-    words = tuple(word for line in text.splitlines() for word in line.split()) if form == "command" else ()
-    return Document(settings, words, form, tuple(repeats.values()))
+    return list(readers[form](text, name)), list(repeats.values())
 
 
 def _guess(text: str) -> str:
@@ -121,25 +145,6 @@ def _guess(text: str) -> str:
     if lines and re.match(r"(- )?[\"']?[\w./-]+[\"']?\s*:(\s|$)|---", lines[0]):
         return "yaml"
     return "command"
-
-
-def _filled(settings: list[Setting]) -> Iterator[Setting]:
-    """Settings with references to others of the text filled in, earlier ones first; shell variables stay inside."""
-    known = {setting.key: setting.value for setting in settings if "$" not in str(setting.value)}
-    for setting in settings:
-        value = setting.value
-        if isinstance(value, str) and "$" in value:
-            value = plain(_VARIABLE.sub(lambda match: _substitute(match, known), value))
-            known.setdefault(setting.key, value)
-        if not _SHELL_VARIABLE.fullmatch(setting.key):
-            yield Setting(setting.key, value, setting.line, setting.flag)
-
-
-def _substitute(match: re.Match[str], known: dict[str, Any]) -> str:
-    name = match[1] or match[3]
-    if name in known:
-        return str(known[name])
-    return match[0] if match[2] is None else match[2]
 
 
 # -------------------------------------------------------------------------------------------------------- the formats
@@ -271,24 +276,22 @@ def _flat(content: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         yield ".".join(path), " ".join(map(str, content)) if isinstance(content, list) else content
 
 
-def _command(text: str, name: str) -> Iterator[Setting]:
+def from_words(words: Sequence[tuple[str, int]]) -> Iterator[Setting]:
     """``--flag value``, ``--flag=value``, ``--flag``, ``key=value`` with Hydra's ``+``, ``++`` and ``~``."""
-    tokens = list(_tokens(text, name))
-    for i, (token, line) in enumerate(tokens):
+    for i, (token, line) in enumerate(words):
         if token.startswith("--") and len(token) > 2:
             key, equals, value = token[2:].partition("=")
             if equals:
                 yield Setting(key, plain(value), line)
                 continue
-            following = tokens[i + 1][0] if i + 1 < len(tokens) else "-"
-            if _is_value(following):
+            following = words[i + 1][0] if i + 1 < len(words) else "-"
+            if _is_value(following) and _takes_value(token):
                 yield Setting(key, plain(following), line, flag=True)
             else:
                 yield Setting(key, True, line, flag=True)
-        elif default := re.fullmatch(r"\$\{(\w+):?=(.*)\}", token):  # : "${NAME:=value}"
-            yield Setting(default[1], plain(default[2]), line)
-        elif (match := _OVERRIDE.fullmatch(token)) and not (i and _takes_value(tokens[i - 1][0])):
-            yield Setting(match[1], None if token.startswith("~") else plain(match[2]), line)
+        elif (match := _OVERRIDE.fullmatch(token)) and not (i and _takes_value(words[i - 1][0])):
+            if not _SHELL_VARIABLE.fullmatch(match[1]):
+                yield Setting(match[1], None if token.startswith("~") else plain(match[2]), line)
         elif token.startswith("~") and len(token) > 1:
             yield Setting(token[1:], None, line)
 
@@ -298,25 +301,20 @@ def _is_value(token: str) -> bool:
 
 
 def _takes_value(token: str) -> bool:
-    return token.startswith("--") and "=" not in token
+    return token.startswith("--") and "=" not in token and token != "--multirun"
 
 
-def _tokens(text: str, name: str) -> Sequence[tuple[str, int]]:
-    """Words with their line, as a shell splits them; backslashes at line ends and array brackets are dropped."""
-    found: list[tuple[str, int]] = []
+def check_quotations(text: str, name: str) -> None:
+    """Raises:
+    ValueError: for a quotation that is not closed, with its line.
+    """
     pending, first = "", 0
     for number, line in enumerate(text.splitlines(), start=1):
         pending, first = (f"{pending}\n{line}", first) if pending else (line, number)
         try:
-            words = shlex.split(re.sub(r"\\\s*$", "", pending), comments=True)
+            shlex.split(re.sub(r"\\\s*$", "", pending), comments=True)
         except ValueError:
             continue  # a quotation goes on
-        for word in words:
-            bare = re.sub(r"^\w+\+?=\(|^\($|^\)$", "", word.rstrip(";"))
-            bare = bare[:-1] if bare.endswith(")") and "(" not in bare else bare
-            if bare:
-                found.append((bare, first))
         pending = ""
     if pending.strip():
         raise ValueError(f"{name}, line {first}: a quotation is not closed")
-    return found

@@ -22,7 +22,7 @@ KL = str | Callable[..., Any]
 
 
 def assert_gradient(function: KL, *, placement: str | None = None, target: str = "sequence", **options: Any) -> Report:
-    """The expected gradient is the target: in the placement, or without one in any that applies.
+    """The expected gradient is the target: in the placement, or without one in every one that applies.
 
     Args:
         function, placement, target, options: as for ``klgrad.analysis.check``.
@@ -46,7 +46,7 @@ def assert_value(function: KL, **options: Any) -> Report:
         ValueError: for bad use.
     """
     __tracebackhide__ = True
-    report = check(function, sections=("value",), **options)
+    report = check(function, sections=("value",), **{"strict": True, **options})
     return _asserted(report, [f for f in report.of("value", "warning") if "bias" in f.numbers])
 
 
@@ -58,7 +58,7 @@ def assert_finite(function: KL, **options: Any) -> Report:
         ValueError: for bad use.
     """
     __tracebackhide__ = True
-    return _asserted(check(function, sections=("numerics",), **options))
+    return _asserted(check(function, sections=("numerics",), **{"strict": True, **options}))
 
 
 def assert_mask_invariant(function: KL, **options: Any) -> Report:
@@ -69,7 +69,7 @@ def assert_mask_invariant(function: KL, **options: Any) -> Report:
         ValueError: for bad use.
     """
     __tracebackhide__ = True
-    report = check(function, sections=("invariance",), **options)
+    report = check(function, sections=("invariance",), **{"strict": True, **options})
     return _asserted(report, [f for f in report.of("invariance", "warning") if "takes no mask" in f.message])
 
 

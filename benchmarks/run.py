@@ -61,6 +61,11 @@ def script(name: str, *arguments: str) -> tuple[str, ...]:
     return (str(HERE / name), *arguments)
 
 
+def checked(name: str, *options: str) -> tuple[str, ...]:
+    """The interpreter's arguments for a check of a function in ``checked.py``."""
+    return ("-m", "klgrad.cli", "check", f"{HERE / 'checked.py'}:{name}", "-q", *options)
+
+
 _FEW = ("--trials", "8", "--lengths", "5,20")
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -133,6 +138,16 @@ BENCHMARKS: dict[str, Benchmark] = {
     "startup": Benchmark(
         "the command line's help against importing torch",
         {"klgrad": ("-m", "klgrad.cli", "--help"), "torch": ("-c", "import torch")},
+    ),
+    "check": Benchmark(
+        "a check of one function, by kind, against importing torch",
+        {
+            "token": checked("token", "--placement", "reward"),
+            "loss": checked("loss", "--target", "token"),
+            "distilled": checked("distilled", "--target", "token-forward"),
+            "coupled": checked("coupled", "--target", "token"),
+            "torch": ("-c", "import torch"),
+        },
     ),
 }
 

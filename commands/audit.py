@@ -20,7 +20,9 @@ _HEAD = ("library", "installed", "settings", "placement", "expected", "found", "
 @format_option("text", "markdown")
 @json_option
 @click.option("-q", "--quiet", is_flag=True, help="No progress.")
-def audit(names: tuple[str, ...], form: str, as_json: bool, quiet: bool) -> None:
+@click.option("--keys", is_flag=True, help="Instead: the lists of all settings against the installed packages' source.")
+@click.option("--write", is_flag=True, help="With --keys: make the lists again where they differ.")
+def audit(names: tuple[str, ...], form: str, as_json: bool, quiet: bool, keys: bool, write: bool) -> None:
     """Do the installed libraries still do what klgrad says they do?
 
     Imports each library's own KL function where the library is installed, and puts it through the exact check: its
@@ -28,6 +30,11 @@ def audit(names: tuple[str, ...], form: str, as_json: bool, quiet: bool) -> None
     that function is called. Exit code 1 where a function no longer agrees, is gone or takes other arguments; what is
     not installed or cannot be imported is said so.
     """
+    if write and not keys:
+        raise ValueError("--write makes the lists of settings again: give --keys with it")
+    if keys:
+        _compare_keys(names, as_json, write)
+        return
     from klgrad.analysis.adapters import ADAPTERS
     from klgrad.analysis.auditing import audit as examine
     from klgrad.synth.estimators import unknown
@@ -48,6 +55,48 @@ def audit(names: tuple[str, ...], form: str, as_json: bool, quiet: bool) -> None
         _show(rows, chosen, form)
     if any(row.alarm for row in rows):
         click.get_current_context().exit(1)
+
+
+def _compare_keys(names: tuple[str, ...], as_json: bool, write: bool) -> None:
+    from klgrad.analysis import keylists
+    from klgrad.synth.estimators import unknown
+
+    known = [source.name for source in keylists.SOURCES]
+    for name in names:
+        if name not in known:
+            raise unknown("list of settings", name, known)
+    differs = False
+    rows: list[dict[str, Any]] = []
+    for found in keylists.compare(names):
+        if isinstance(found, tuple):
+            source, reason = found
+            rows.append({"list": source.name, "status": reason})
+            continue
+        changed = bool(found.added or found.gone)
+        differs |= changed and not write
+        if changed and write:
+            keylists.write(found.source, found.version, found.keys)
+        rows.append({
+            "list": found.source.name, "status": "differs" if changed else "agrees", "version": found.version,
+            "settings": len(found.keys), "added": list(found.added), "gone": list(found.gone),
+        })  # fmt: skip
+    if as_json:
+        dump(rows)
+    else:
+        _show_keys(rows)
+    if differs:
+        click.get_current_context().exit(1)
+
+
+def _show_keys(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        if "version" not in row:
+            click.echo(f"{row['list']}: {row['status']}")
+            continue
+        click.echo(f"{row['list']}: {row['status']}, {row['settings']} settings in {row['version']}")
+        for sign, name in (("+", "added"), ("-", "gone")):
+            for key in row[name]:
+                click.echo(f"  {sign} {key}")
 
 
 def _content(row: Row) -> dict[str, Any]:

@@ -14,13 +14,14 @@ from klgrad.commands.options import json_option
 
 @click.command(short_help="What does this KL term optimise, how noisy is it, does it hold?")
 @click.argument("function")
-@click.option("--placement", metavar="WHERE", help="reward, loss or both: that one must give the target. Default: any.")
+@click.option("--placement", metavar="WHERE", help="reward, loss or both: that one must give the target. Default: all.")
 @click.option(
     "--target",
     default="sequence",
     show_default=True,
     metavar="FIELD",
-    help="The gradient wanted: sequence (of the sequence-level reverse KL), token, or token-forward.",
+    help="The gradient wanted: sequence (of the sequence-level reverse KL), token, token-forward, jensen-shannon, "
+    "entropy, ...; or what a configuration (k2-in-loss) or FILE.py:NAME gives.",
 )
 @click.option(
     "--returns",
@@ -39,15 +40,16 @@ from klgrad.commands.options import json_option
     help="Count sequences for this relative error of the gradient.",
 )
 @click.option(
-    "--timeout",
-    type=float,
-    default=30.0,
-    show_default=True,
-    help="Seconds that one call may take; where given, also importing it (else 120).",
+    "--timeout", type=float, default=30.0, show_default=True, help="Seconds that one call, and the import, may take."
+)
+@click.option(
+    "--strict", is_flag=True, help="What only odd input shows is an error too: NaN at padding, half precision."
 )
 @json_option
 @click.option("-q", "--quiet", is_flag=True, help="Only the verdict.")
-@click.option("-v", "--verbose", is_flag=True, help="Also the function's own tracebacks.")
+@click.option(
+    "-v", "--verbose", is_flag=True, help="All findings, what each parameter was given, the function's own tracebacks."
+)
 @click.pass_context
 def check(
     ctx: click.Context,
@@ -59,6 +61,7 @@ def check(
     arguments: tuple[str, ...],
     error: float,
     timeout: float,
+    strict: bool,
     as_json: bool,
     quiet: bool,
     verbose: bool,
@@ -69,11 +72,12 @@ def check(
     It is called with what its parameters ask for, by name: log-probs of the policy (logp, log_probs, ...), of the
     reference (ref_logp, ...), of the policy that sampled (old_logp, ...), mask, tokens, logits, ref_logits, beta; and
     returns a penalty per token [B, T], per sequence [B], or a loss. Everything is exact: by enumeration, on small
-    models of length 1, 2, 4 and 8, with and without an end token. Exit code 0: PASS, 1: FAIL, 2: bad use.
+    models of length 1, 2, 4 and 8, with and without an end token. Without --placement each is judged, and all must give
+    the target. Exit code 0: PASS, 1: FAIL, 2: bad use.
 
     \b
     klgrad check k3-in-loss
-    klgrad check my_kl.py:penalty --placement loss --target token
+    klgrad check examples/my_kl.py:penalty --placement loss --target token-forward
     klgrad check my_pkg.losses:grpo --map lp=log_probs --arg eps=0.2 --json
     """
     from klgrad.analysis import check as run
@@ -89,6 +93,7 @@ def check(
             arguments=dict(constant(text) for text in arguments),
             error=error,
             timeout=timeout,
+            strict=strict,
             progress=progress,
         )
     if as_json:

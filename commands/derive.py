@@ -42,8 +42,9 @@ def derive(
     """From the definition to what an estimator optimises, every step evaluated on an exact model.
 
     Without a NAME: the list of derivations. Both sides of each step are computed, one by summing over every sequence,
-    and a step that does not hold to 1e-10 stops with exit code 1. Lengths are short by default: every sequence is
-    written out.
+    and a step whose sides differ by more than the rounding of their terms stops with exit code 1. One that double
+    precision cannot tell on this pair, next to the reference, says so and stops nothing. Lengths are short by default:
+    every sequence is written out.
 
     With --phi: the derivation of an estimator of your own. A formula is made of numbers, r, delta (= -log r),
     + - * / ^, parentheses, log, exp, sqrt and abs.

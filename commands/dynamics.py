@@ -145,9 +145,9 @@ def dynamics(
     chosen = range(seed, seed + (1 if expected else seeds))  # expected updates have no noise to repeat
     grid = product(recipe.algorithms(), learning_rate or (training.learning_rate,), beta or (training.beta,), names)
     runs = list(dict.fromkeys(Run(name, b, r, a, s) for a, r, b, name in grid for s in chosen))
-    notes(_cautions(runs) + _few(0 if expected else seeds), quiet or as_json)
     store, there = out / STORE, present(out)
     with resumable(store):
+        notes(_cautions(runs) + _few(0 if expected else seeds), quiet or as_json)
         with Progress(family.task.pair.name, quiet or as_json) as progress:
             frame = study(
                 family, runs, steps, start, expected=expected, every=every or max(1, steps // SHOWN),

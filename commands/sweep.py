@@ -72,6 +72,7 @@ def sweep(
             frames.append(extend(pair, table) if extend else table)
         frame = pd.concat(frames, ignore_index=True)
         notes((f"{c}: beyond double precision on this pair" for c in results.beyond_float64(frame)), drawing.quiet)
+        notes(results.short_of_variance(frame), drawing.quiet)
         if out is not None and store is not None:
             caption = draw(frame) if draw else ""
             request = _request(sources, pairs, configurations, wanted, drawing, exact_only) | dict(asked or {})

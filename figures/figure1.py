@@ -101,12 +101,16 @@ def _floor(axes: Axes, rows: pd.DataFrame, look: Look, name: str) -> None:
 def _points(
     axes: Axes, rows: pd.DataFrame, quantity: str, heights: np.ndarray, shift: float, look: Look, name: str
 ) -> None:
-    """Monte Carlo: the value as measured, and a bar from low to high; to the bottom where zero is not excluded."""
+    """Monte Carlo: the value as measured, and a bar from low to high.
+
+    It runs to the bottom where zero is not excluded, and to the top where there is no upper end.
+    """
     if rows.empty:
         return
     length = rows["length"].to_numpy(float) + shift
     low, high = (rows[f"{quantity}_{end}"].to_numpy(float) for end in ("low", "high"))
     low = np.where(low <= 0, axes.get_ylim()[0], low)
+    high = np.where(np.isposinf(high), axes.get_ylim()[1], high)
     real = np.isfinite(low) & np.isfinite(high) & np.isfinite(heights) & (high > 0)
     axes.vlines(
         length[real], low[real], high[real], color=look.colour, linewidth=0.7, alpha=0.6, zorder=2,
@@ -190,11 +194,14 @@ def _monte_carlo_note(rows: pd.DataFrame) -> list[str]:
     counts = drawn[["trials", "samples"]].drop_duplicates().to_numpy(float)
     known = len(counts) == 1 and np.isfinite(counts).all()
     run = "{:,.0f} trials of {:,.0f} sequences".format(*counts[0]) if known else "trials and samples as in the table"
-    return [
+    note = (
         f"Lines are exact; points are Monte Carlo ({run}) with bars over the 95 % interval, down to the axis where "
         "zero is not excluded. The Monte Carlo 'bias' of an unbiased configuration is its noise floor, "
         "sqrt(variance / (trials x samples)), dotted: it falls with more samples and is not bias."
-    ]
+    )
+    endless = (np.isposinf(drawn["variance_high"]) & np.isfinite(drawn["variance"])).any()
+    why = "A bar to the top has no upper end: sequences too rare to be drawn may carry the variance."
+    return [note, why] if endless else [note]
 
 
 def _missing_note(rows: pd.DataFrame) -> list[str]:

@@ -18,6 +18,7 @@ _HEADS = {
     "name": "--library",
     "library": "library",
     "version": "version",
+    "read": "run or read, of",
     "default": "default",
     "switched_on": "with a penalty",
     "settings": "settings for the sequence-level gradient",
@@ -33,7 +34,8 @@ def libraries(frame: pd.DataFrame, format: str = "text") -> str:
     """The table as text, Markdown or LaTeX.
 
     Args:
-        frame: columns ``name, library, version, default, switched_on, settings, verdict, cannot``, one row per library.
+        frame: columns ``name, library, version, read, default, switched_on, settings, verdict, cannot``, one row per
+            library.
         format: one of ``FORMATS``.
 
     Raises:
@@ -90,7 +92,7 @@ def _latex(rows: list[dict[str, str]]) -> str:
     heads = {**_HEADS, "name": r"\texttt{-{}-library}"}  # two hyphens would be set as a dash
     lines = [
         f"% {_TITLE}",
-        r"\begin{tabular}{lllp{0.16\linewidth}p{0.16\linewidth}p{0.24\linewidth}p{0.12\linewidth}p{0.14\linewidth}}",
+        r"\begin{tabular}{llllp{0.16\linewidth}p{0.16\linewidth}p{0.24\linewidth}p{0.12\linewidth}p{0.14\linewidth}}",
         r"\toprule",
         " & ".join(heads.values()) + r" \\",
         r"\midrule",

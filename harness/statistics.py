@@ -109,4 +109,5 @@ def with_intervals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     v_low, v_high = variance_interval(column("variance"), column("_relative"))
     for k, row in enumerate(rows):
         row.update(bias_low=low[k], bias_high=high[k], variance_low=v_low[k], variance_high=v_high[k])
+        row["variance_interval"] = "sampled"
     return rows

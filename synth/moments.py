@@ -79,6 +79,11 @@ class Plan(NamedTuple):
     expected: Row
     power: int
 
+    @property
+    def taken(self) -> float:
+        """What of an optimal baseline ``x`` is without already."""
+        return self.shift if self.configuration.baseline.startswith("optimal") else 0.0
+
 
 def plan_of(rows: Rows, configuration: Configuration) -> Plan:
     """The rows that a configuration's gradient, baseline and estimate are made of."""
@@ -258,12 +263,12 @@ def full_fits(pair: PolicyPair) -> bool:
 
 
 def _is_cross(rows: Rows, key: Product) -> bool:
-    return all(_vector(rows, row) for row in key[:2])
+    return all(is_vector(rows, row) for row in key[:2])
 
 
-def _vector(rows: Rows, row: Row) -> bool:
+def is_vector(rows: Rows, row: Row) -> bool:
     """Whether a row has one entry per coordinate: it takes in a score, directly or through another row."""
-    return any(c.ndim == 3 or (source != row and _vector(rows, source)) for source, c in rows.update[row])
+    return any(c.ndim == 3 or (source != row and is_vector(rows, source)) for source, c in rows.update[row])
 
 
 def _finish(
@@ -298,7 +303,7 @@ def _finish(
         variance = of[(plan.estimate, plan.estimate, 2 * plan.power)][:, 0] - value**2
         variance = np.maximum(variance, 0.0) / divisor**2
     open_ = _rounding_of(plan, products, b, samples) if covariance != "none" else np.full((len(mean), 2), np.nan)
-    b = np.zeros_like(mean) + b + (plan.shift if baseline.startswith("optimal") else 0.0)
+    b = np.zeros_like(mean) + b + plan.taken
     return Moments(configuration, mean / divisor, spread, value / divisor, variance, open_ / divisor**2, b)
 
 

@@ -419,7 +419,7 @@ def test_a_pair_s_file_may_have_any_name(tmp_path):
     np.savez(tmp_path / "pair.npz", **pair_arrays())
     strange = os.fsencode(tmp_path) + b"/caf\xe9.npz"
     os.rename(tmp_path / "pair.npz", strange)
-    for command in (["report"], ["figure1"], ["compare"]):
+    for command in (["report"], ["compare"]):
         arguments = ["--pair", os.fsdecode(strange), "--exact-only", "--lengths", "2", "-q", "--out", tmp_path / "out"]
         done = run(*command, *arguments)
         assert done.exit_code == 0, done.output
@@ -428,7 +428,10 @@ def test_a_pair_s_file_may_have_any_name(tmp_path):
     assert run("reproduce", tmp_path / "out" / "compare.json", "-q").exit_code == 0
 
 
-@pytest.mark.parametrize("command", ["figure1", "growth", "report", "field", "dynamics"])
+WRITES = ["dynamics", *(pytest.param(c, marks=pytest.mark.slow) for c in ("figure1", "growth", "report", "field"))]
+
+
+@pytest.mark.parametrize("command", WRITES)
 def test_what_is_overwritten_is_said(command, tmp_path):
     more = {
         "field": ["--task", "phase", "--config", "k1-in-reward", "--lengths", "1"],

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from klgrad.analysis.checking.gradient import group_gradient, sequence_gradients
-from klgrad.analysis.checking.invariance import probe
+from klgrad.analysis.checking.measuring import group_gradient, sequence_gradients
 from klgrad.analysis.checking.models import model
+from klgrad.analysis.checking.probing import probe
 from klgrad.analysis.checking.subject import function_subject
 from klgrad.synth.automata import history
 from klgrad.synth.enumeration import Batch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import signal
+import sys
 import threading
 import traceback
 import warnings
@@ -23,11 +24,12 @@ class Fault(Exception):
         sentence: what it did, and the mend.
         detail: its traceback.
         kind: ``raises``, ``shape`` or ``other``; only what raises is tried in another way.
+        mend: what to do about it.
     """
 
-    def __init__(self, sentence: str, detail: str = "", kind: str = "other") -> None:
-        super().__init__(sentence)
-        self.detail, self.kind = detail, kind
+    def __init__(self, sentence: str, detail: str = "", kind: str = "other", mend: str = "") -> None:
+        super().__init__(f"{sentence}: {mend}" if mend else sentence)
+        self.detail, self.kind, self.mend = detail, kind, mend
 
 
 class TimedOut(BaseException):
@@ -53,7 +55,7 @@ def guarded(
             warnings.simplefilter("ignore")
             out = function(*positional, **named)
     except TimedOut:
-        raise Fault(f"it did not return within {timeout:g} seconds") from None
+        raise Fault(f"it did not return within {timeout:g} seconds{_compiling()}") from None
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -68,9 +70,17 @@ def guarded(
     return out
 
 
+def _compiling() -> str:
+    """What to add where time may have gone into compiling something that it calls."""
+    return ": if it compiles on its first call, give it --timeout" if "torch._inductor" in sys.modules else ""
+
+
 @contextlib.contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """Interrupt what runs longer; where signals cannot (other threads, Windows), nothing does."""
+    """Interrupt what runs longer; where signals cannot (other threads, Windows), nothing does; nor for infinity."""
+    if seconds == float("inf"):
+        yield
+        return
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -85,6 +95,29 @@ def limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch on one thread: on tensors of a few numbers a second one costs more than it does, on a busy machine most."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """What ``torch.compile`` was given, or None where nothing was compiled."""
+    found: Callable[..., Any] | None = getattr(function, "_torchdynamo_orig_callable", None)
+    if found is None and type(function).__name__ == "OptimizedModule":
+        found = getattr(function, "_orig_mod", None)
+    return found
 
 
 def copied(value: Any) -> Any:

@@ -1,19 +1,20 @@
 """The models a check runs on: random pairs small enough to hold every sequence, and the fields known on them.
 
-Lengths 1, 2, 4 and 8, without and with an end token (then replies differ in length and are padded). A field is the
-expected gradient of something one could have meant: the sequence-level KL, its token-level part, another
-divergence. Fields here are plain sums over all sequences; the tests compare them with the exact engine.
+Lengths 1, 2, 4 and 8, without and with an end token (then replies differ in length and are padded), and short ones of
+vocabularies of 2, 3 and 4 tokens in both kinds, so that what depends on the vocabulary's size is told from what depends
+on the length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from klgrad.analysis.checking import fields
 from klgrad.synth.automata import markov
 from klgrad.synth.enumeration import Batch, log_probability, rows_of, sequences
 from klgrad.synth.policies import PolicyPair, log_softmax, tabular
@@ -22,26 +23,11 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 LENGTHS = (1, 2, 4, 8)
+SHORT = (1, 2, 3)
 SEED = 20251226
-
-# Divergences by the detached coefficient f(r) - r f'(r) that gives the token-level gradient of E[f(r)] (theory of
-# f-divergences in A Comedy of Estimators, section 2, and its appendix F), with delta = -log r = log pi / pi_ref;
-# a constant added to a coefficient changes nothing in expectation.
-DIVERGENCES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray], np.ndarray]]] = {
-    # name: (generator f as a function of delta, coefficient as a function of delta)
-    "reverse KL": (lambda d: d, lambda d: d),
-    "forward KL": (lambda d: -d * np.exp(-d), lambda d: -np.exp(-d)),
-    "Jeffreys": (lambda d: d - d * np.exp(-d), lambda d: d - np.exp(-d)),
-    "E[k2], the mean squared log-ratio / 2": (lambda d: d * d / 2, lambda d: d * d / 2 + d),
-    "Jensen-Shannon": (
-        lambda d: (np.exp(-d) * (-d - np.log1p(np.exp(-d)) + np.log(2)) + np.log(2) - np.log1p(np.exp(-d))) / 2,
-        lambda d: (np.log(2) - np.log1p(np.exp(-d))) / 2,
-    ),
-    "total variation": (lambda d: np.abs(np.expm1(-d)) / 2, lambda d: np.sign(d) / 2),
-    "chi-squared(pi_ref || pi)": (lambda d: np.expm1(-d) ** 2, lambda d: -np.expm1(-2 * d)),
-    "chi-squared(pi || pi_ref)": (lambda d: np.exp(d) - 2 + np.exp(-d), lambda d: 2 * np.expm1(d)),
-    "squared Hellinger": (lambda d: 2 * (1 - np.exp(-d / 2)), lambda d: 1 - np.exp(-d / 2)),
-}
+_CELLS = ((3, False), (4, False), (2, True), (4, True))  # vocabulary, end token: besides (2, False) and (3, True)
+_WIDE = 8
+_NEAR = 0.6  # of the usual logits: many words reach far, and clamps that the usual pairs leave alone would act
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +47,11 @@ class Model:
     contexts: Int[np.ndarray, "M T"]
     batch: Batch
     probability: Float[np.ndarray, " M"]
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return self.pair.automaton.vocabulary
 
     @property
     def ends(self) -> bool:
@@ -83,7 +74,7 @@ class Model:
     @cached_property
     def kl(self) -> float:
         """The sequence-level reverse KL of policy and reference on the sampled distribution's own prefixes."""
-        return float(self.probability @ self._local("reverse KL").sum(axis=1))
+        return float(self.probability @ fields.local(self, "reverse KL").sum(axis=1))
 
     @cached_property
     def truth(self) -> Float[np.ndarray, " d"]:
@@ -91,51 +82,9 @@ class Model:
         return self.fields["sequence"]
 
     @cached_property
-    def fields(self) -> dict[str, Float[np.ndarray, " d"]]:
-        """Name -> expected gradient; ``sequence``, ``token``, ``token-forward`` and ``future`` come first."""
-        token = {name: self._token_level(name) for name in DIVERGENCES}
-        future = {name: self._future(name) for name in DIVERGENCES}
-        reverse = "reverse KL"
-        first = {
-            "sequence": token[reverse] + future[reverse],
-            "token": token[reverse],
-            "token-forward": token["forward KL"],
-            "future": future[reverse],
-        }
-        others = [name for name in DIVERGENCES if name not in (reverse, "forward KL")]
-        named = {f"token-level {name}": token[name] for name in others}
-        named |= {f"sequence-level {name}": token[name] + future[name] for name in (*others, "forward KL")}
-        log_pi, log_ref = self.batch.log_probs, self.batch.reference
-        named["negative entropy"] = self._whole(log_pi)
-        named["cross-entropy with the reference"] = self._whole(-log_ref)
-        named["token-level negative entropy"] = self._own(log_pi)
-        ratio = np.exp(-np.where(self.batch.mask, self.log_ratio, 0.0).sum(axis=1, keepdims=True))
-        named["KL(pi_ref || pi) of whole sequences"] = self._own(np.broadcast_to(-ratio, log_pi.shape))
-        tokens = self.batch.mask.sum(axis=1, keepdims=True)
-        named["E[1/length], which makes replies longer"] = self._own(np.broadcast_to(1 / tokens, log_pi.shape))
-        return first | named
-
-    def _local(self, divergence: str) -> Float[np.ndarray, "M T"]:
-        """The divergence of the next-token distributions at every place, 0 where padded."""
-        generator, _ = DIVERGENCES[divergence]
-        pi = self.pair.policy.log_probs
-        each = (np.exp(pi) * generator(self.pair.log_ratio)).sum(axis=1)
-        return np.where(self.batch.mask, each[self.contexts], 0.0)
-
-    def _token_level(self, divergence: str) -> np.ndarray:
-        return self._own(DIVERGENCES[divergence][1](np.where(self.batch.mask, self.log_ratio, 0.0)))
-
-    def _future(self, divergence: str) -> np.ndarray:
-        local = self._local(divergence)
-        later = local.sum(axis=1, keepdims=True) - np.cumsum(local, axis=1)
-        return self.probability @ self.gradients(later)
-
-    def _own(self, coefficient: np.ndarray) -> np.ndarray:
-        return self.probability @ self.gradients(coefficient)
-
-    def _whole(self, value: np.ndarray) -> np.ndarray:
-        total = np.where(self.batch.mask, value, 0.0).sum(axis=1, keepdims=True)
-        return self.probability @ self.gradients(np.broadcast_to(total, value.shape))
+    def fields(self) -> Mapping[str, Float[np.ndarray, " d"]]:
+        """Name -> expected gradient, computed when asked for; ``sequence``, ``token``, ``token-forward`` come first."""
+        return fields.of(self)
 
     @property
     def log_ratio(self) -> Float[np.ndarray, "M T"]:
@@ -163,27 +112,35 @@ def model(pair: PolicyPair, length: int) -> Model:
     return Model(pair, length, every.contexts[keep], Batch(*(part[keep] for part in parts)), np.exp(sampled[keep]))
 
 
+def _random(rng: np.random.Generator, vocabulary: int, ends: bool, name: str, size: float = 1.0) -> PolicyPair:
+    automaton = markov(vocabulary, 1, start=(0,), eos=ends)
+    policy, reference = size * rng.normal(size=(2, *automaton.next_context.shape))
+    policy[:, -1] -= ends  # replies long enough to be worth looking at
+    return PolicyPair(automaton, tabular(automaton, policy), log_softmax(reference), None, name)
+
+
 @cache
 def pairs(count: int = 2) -> tuple[PolicyPair, ...]:
     """Random pairs without an end token (V = 2) and with one (V = 3, the last ends); ``count`` of each."""
     rng = np.random.default_rng(SEED)
-    found = []
-    for vocabulary, eos in ((2, False), (3, True)):
-        for i in range(count):
-            automaton = markov(vocabulary, 1, start=(0,), eos=eos)
-            policy, reference = rng.normal(size=(2, *automaton.next_context.shape))
-            policy[:, -1] -= eos  # replies long enough to be worth looking at
-            kind = "end token" if eos else "fixed length"
-            found.append(
-                PolicyPair(automaton, tabular(automaton, policy), log_softmax(reference), None, f"{kind} {i + 1}")
-            )
-    return tuple(found)
+    kinds = ((2, False, "fixed length"), (3, True, "end token"))
+    return tuple(_random(rng, V, ends, f"{kind} {i + 1}") for V, ends, kind in kinds for i in range(count))
 
 
 @cache
 def models(lengths: tuple[int, ...] = LENGTHS, count: int = 2) -> tuple[Model, ...]:
     """Every probe pair at every length."""
     return tuple(model(pair, length) for pair in pairs(count) for length in lengths)
+
+
+@cache
+def vocabularies(wide: bool = False) -> tuple[Model, ...]:
+    """Short models of other vocabularies, in both kinds; ``wide``: one of 8 tokens too, where a top-k shows."""
+    rng = np.random.default_rng(SEED + 1)
+    found: list[tuple[PolicyPair, tuple[int, ...]]]
+    found = [(_random(rng, V, ends, f"V = {V}", _NEAR), SHORT) for V, ends in _CELLS]
+    found += [(_random(rng, _WIDE, False, f"V = {_WIDE}", _NEAR), SHORT[:2])] if wide else []
+    return tuple(model(pair, length) for pair, lengths in found for length in lengths)
 
 
 @cache
@@ -202,3 +159,21 @@ def each_row(batch: Batch) -> Iterator[Batch]:
 def with_reference(m: Model, log_probs: Float[np.ndarray, "S V"]) -> Model:
     """The same model with another reference."""
     return model(replace(m.pair, reference=log_probs), m.length)
+
+
+@cache
+def exact_batches() -> tuple[tuple[Model, list[int]], ...]:
+    """Models with policies in eighths, and for each the rows of a batch that holds every sequence in its proportion."""
+    rng, found = np.random.default_rng(SEED + 2), []
+    for vocabulary, ends in ((2, False), (3, True)):
+        automaton = markov(vocabulary, 1, start=(0,), eos=ends)
+        shape = automaton.next_context.shape
+        eighths = np.stack([rng.permutation([3, 5] if vocabulary == 2 else [2, 5, 1]) for _ in range(shape[0])])
+        pair = PolicyPair(
+            automaton, tabular(automaton, np.log(eighths / 8)), log_softmax(rng.normal(size=shape)), None, "eighths"
+        )
+        for length in (2, 3):
+            m = model(pair, length)
+            counts = np.rint(m.probability * 8**length).astype(int)
+            found.append((m, np.repeat(np.arange(len(counts)), counts).tolist()))
+    return tuple(found)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from klgrad.analysis.checking.calling import Fault
-from klgrad.analysis.checking.gradient import Subject
+from klgrad.analysis.checking.measuring import Subject
 from klgrad.analysis.checking.report import Finding
 from klgrad.analysis.checking.subject import BuiltIn
 from klgrad.analysis.checking.value import one_token
@@ -28,7 +29,11 @@ _NEAR = -0.5  # the log-prob of whichever of the two is the likelier
 
 @dataclass(frozen=True, eq=False)
 class Sweep:
-    """Value and derivative over log-ratios ``delta [n]`` in one precision, and in float64 at the same inputs."""
+    """Value and derivative over log-ratios ``delta [n]`` in one precision, and in float64 at the same inputs.
+
+    ``underflows``: it is not finite already where both probabilities are tiny and their ratio is not: what fails is a
+    probability, 0 log 0 or 0 / 0, and no exp of a log-ratio.
+    """
 
     dtype: str
     delta: np.ndarray
@@ -36,6 +41,7 @@ class Sweep:
     slope: np.ndarray
     exact_value: np.ndarray
     exact_slope: np.ndarray
+    underflows: bool = False
 
 
 def batch_of(delta: np.ndarray) -> Batch:
@@ -105,8 +111,33 @@ def sweeps(subject: Subject, *, coupled: bool) -> tuple[list[Sweep], list[str]]:
             refused.append(f"{dtype}: {fault}")
             continue
         exact = run(subject, batch, "float64", how)
-        found.append(Sweep(dtype, batch.log_probs[:, 0] - batch.reference[:, 0], value, slope, *exact))
+        gaps = batch.log_probs[:, 0] - batch.reference[:, 0]
+        low = _underflows(subject, dtype, how, np.abs(gaps[~(np.isfinite(value) & np.isfinite(slope))]))
+        found.append(Sweep(dtype, gaps, value, slope, *exact, low))
     return found, refused
+
+
+def _underflows(subject: Subject, dtype: str, how: Manner, failing: np.ndarray) -> bool:
+    """Whether it is a probability that fails, and no exp of a log-ratio.
+
+    It fails on two improbable tokens that are nearly alike, or on one that is all but certain; or not where exp begins
+    to overflow, and only further out, where a probability has become 0.
+    """
+    if not len(failing):
+        return False
+    if failing.min() > np.log(DTYPES[dtype]) + 1:
+        return True
+    tiny = one_token(np.array([-LARGEST]), np.array([0.5 - LARGEST]))
+    sure = one_token(np.array([-1e-9]), np.array([-2e-9]))
+    results = [run(subject, rounded(batch, dtype), dtype, how) for batch in (tiny, sure)]
+    return not np.isfinite(np.array(results)).all()
+
+
+_WORK_IN_LOGS = "work with log-probs (log_softmax), not with the log of a probability"
+
+
+def _why(sweep: Sweep, usual: str) -> str:
+    return ": a probability is rounded to 0 or 1 there, 0 log 0" if sweep.underflows else usual
 
 
 def examine(subject: Subject, *, coupled: bool, dead: bool) -> list[Finding]:
@@ -117,7 +148,7 @@ def examine(subject: Subject, *, coupled: bool, dead: bool) -> list[Finding]:
         findings += _of(sweep)
     if not dead:
         findings += _flat(subject, coupled=coupled)
-    if not any(f.level == "error" for f in findings):
+    if not any(f.level == "error" or f.robust for f in findings):
         tried = ", ".join(s.dtype for s in found)
         good = f"no NaN and no avoidable overflow up to |log-ratio| = {LARGEST:g} in {tried}"
         findings.insert(0, Finding("numerics", "info", good))
@@ -136,29 +167,31 @@ def _of(sweep: Sweep) -> list[Finding]:
         d = sweep.delta[where]
         return f"log pi/pi_ref = {d[np.argmin(np.abs(d))]:.4g}" + (" and beyond" if where.sum() > 1 else "")
 
-    def add(level: str, where: np.ndarray, message: str) -> None:
+    def add(level: str, where: np.ndarray, message: str, mend: str = "") -> None:
         if where.any():
             numbers = {"dtype": sweep.dtype, "log_ratios": sweep.delta[where].tolist()}
-            findings.append(Finding("numerics", level, f"{sweep.dtype}: {message.format(at=at(where))}", numbers))
+            robust = level == "error" and (sweep.dtype == "float16" or sweep.underflows)
+            text = f"{sweep.dtype}: {message.format(at=at(where))}" + (f"; {mend}" if mend else "")
+            findings.append(Finding(
+                "numerics", "warning" if robust else level, text, numbers, robust=robust,
+                mend=mend if level == "error" else "",
+            ))  # fmt: skip
 
     nan = np.isnan(value)
     avoidable = np.isinf(value) & fits & (sweep.dtype != "float64")
-    add(
-        "error",
-        nan,
-        "the value is NaN at {at}: one such token spoils the batch; clamp the argument of exp",
-    )
-    add(
-        "error",
-        avoidable,
-        "the value overflows at {at}, where the exact value fits: an intermediate result is too large",
-    )
+    cause = (_WORK_IN_LOGS,) if sweep.underflows else ("clamp the argument of exp",)
+    past = nan & ~fits & (sweep.dtype != "float64")  # the exact value does not fit either
+    nan = nan & ~past
+    add("error", nan, "the value is NaN at {at}" + _why(sweep, ": one such token spoils the batch"), *cause)
+    inside = _why(sweep, ": an intermediate result is too large")
+    add("error", avoidable, "the value overflows at {at}, where the exact value fits" + inside,
+        *(cause if sweep.underflows else ()))  # fmt: skip
     broken = np.isfinite(value) & np.isnan(slope)
-    add("error", broken, "a finite value with a NaN gradient at {at} (0 x inf in the backward pass): clamp the "
-        "argument of exp, not its result")  # fmt: skip
+    add("error", broken, "a finite value with a NaN gradient at {at}" + _why(sweep, " (0 x inf in the backward pass)"),
+        cause[0] + ("" if sweep.underflows else ", not its result"))  # fmt: skip
     lost = np.isfinite(value) & np.isinf(slope) & slope_fits & (sweep.dtype != "float64")
     add("error", lost, "the gradient overflows at {at}, where the exact gradient fits")
-    too_large = (np.isinf(value) & ~avoidable) | (np.isfinite(value) & np.isinf(slope) & ~lost)
+    too_large = past | (np.isinf(value) & ~avoidable) | (np.isfinite(value) & np.isinf(slope) & ~lost)
     add(
         "warning",
         too_large,
@@ -181,36 +214,95 @@ def _of(sweep: Sweep) -> list[Finding]:
 
 def _flat(subject: Subject, *, coupled: bool) -> list[Finding]:
     """Where the gradient is gone: a clamp holds the value, or two large terms cancel to nothing."""
+    found = clamps(subject, coupled=coupled)
+    findings = []
+    if found.held:
+        zero = ", wherever the log-ratio is negative: clamping it at 0 undoes the estimate" if found.at_zero else ""
+        findings.append(Finding(
+            "numerics", "warning",
+            f"a clamp leaves no gradient for log pi/pi_ref {found.held} ({found.share:.0%} of the range to "
+            f"{LARGEST:g}){zero}: the worst drift is not penalised further",
+            {"dead_share": found.share, "thresholds": found.thresholds},
+        ))  # fmt: skip
+    if found.cancelled:
+        findings.append(Finding(
+            "numerics", "warning",
+            f"the gradient is exactly 0 for log pi/pi_ref {found.cancelled} though the value still changes: two large "
+            "terms cancel in rounding, or that part is detached",
+            {"cancelled_share": found.cancelled_share},
+        ))  # fmt: skip
+    return findings
+
+
+@dataclass(frozen=True)
+class Clamps:
+    """Where no gradient is left.
+
+    Args:
+        held: ``above 0.5 and below -0.5``, where the value stays too; empty where nowhere.
+        share: of the range tried.
+        thresholds: the log-ratios at which it begins, bisected.
+        cancelled, cancelled_share: the same where the value goes on.
+        at_zero: everything below 0 is held.
+    """
+
+    held: str = ""
+    share: float = 0.0
+    thresholds: tuple[float, ...] = ()
+    cancelled: str = ""
+    cancelled_share: float = 0.0
+    at_zero: bool = False
+
+
+def clamps(subject: Subject, *, coupled: bool) -> Clamps:
+    """The clamps on the log-ratio, and where rounding leaves no gradient."""
     if subject.tolerance > _COARSE:  # values come in steps there, and slopes round to zero
-        return []
+        return Clamps()
     how = manner(subject, coupled=coupled)
     delta = np.arange(-LARGEST, LARGEST + 1) + 0.25
     value, slope = run(subject, batch_of(delta), "float64", how)
-    if how.differentiate and slope.any():
+    by_slope = how.differentiate and bool(slope.any())
+    if by_slope:
         dead = (slope == 0) & np.isfinite(value)
-        cancelled = dead & ~_still(value) & (subject.kind != "loss")  # a surrogate's value says nothing
+        settled = _settles(delta, value, dead)
+        cancelled = dead & (~_still(value) | settled)
         held = dead & ~cancelled
     else:
         held, cancelled = _held(value), np.zeros(len(delta), bool)
-    findings = []
-    if held.any() and not (held | cancelled).all():
-        share = float(held.mean())
-        findings.append(Finding(
-            "numerics", "warning",
-            f"a clamp leaves no gradient for log pi/pi_ref {_ranges(delta, held)} ({share:.0%} of the range to "
-            f"{LARGEST:g}): the worst drift is not penalised further",
-            {"dead_share": share},
-        ))  # fmt: skip
-    if cancelled.any() and not (held | cancelled).all():
-        share = float(cancelled.mean())
-        findings.append(Finding(
-            "numerics", "warning",
-            f"the gradient is exactly 0 for log pi/pi_ref {_ranges(delta, cancelled)} ({share:.0%} of the range to "
-            f"{LARGEST:g}) though the value still changes: two large terms cancel in rounding, or that part is "
-            "detached",
-            {"cancelled_share": share},
-        ))  # fmt: skip
-    return findings
+    if (held | cancelled).all():
+        return Clamps()
+
+    def gone(at: float) -> bool:
+        """No gradient there; by the value alone, none that a small step would show."""
+        some = np.array([at]) if by_slope else np.array([at - 1e-4, at + 1e-4])
+        values, slopes = run(subject, batch_of(some), "float64", how)
+        return bool(slopes[0] == 0) if by_slope else bool(values[0] == values[1])
+
+    text, edges = _ranges(delta, held, gone)
+    said, _ = _ranges(delta, cancelled, gone)
+    zero = bool(held[delta < 0].all()) and any(abs(edge) < 1e-3 for edge in edges)
+    return Clamps(text, float(held.mean()), edges, said, float(cancelled.mean()), zero)
+
+
+def _settles(delta: np.ndarray, value: np.ndarray, dead: np.ndarray) -> np.ndarray:
+    """Where a term tends to a limit by degrees, or to a straight line that another cancels, rounding ends its gradient.
+
+    There the value comes ever nearer to what it stays at; a clamp's changes as fast as ever up to its edge.
+    """
+    out = np.zeros(len(delta), bool)
+    with np.errstate(invalid="ignore"):
+        step = np.abs(np.diff(value))
+    for side in (delta > 0, delta < 0):
+        places = np.flatnonzero(dead & side)
+        if not len(places):
+            continue
+        edge = places[0] - 1 if delta[places[0]] > 0 else places[-1] + 1
+        if not 0 < edge < len(step) - 1:
+            continue
+        inner = step[max(edge - 1, 0) : edge + 2]
+        smooth = float(np.nanmax(inner)) <= 1e-9 * max(1.0, abs(float(value[edge])))
+        out |= dead & side & smooth
+    return out
 
 
 def _still(value: np.ndarray) -> np.ndarray:
@@ -235,8 +327,19 @@ def _held(value: np.ndarray) -> np.ndarray:
     return same & abrupt
 
 
-def _ranges(delta: np.ndarray, where: np.ndarray) -> str:
-    """``above 20.2 and below -20.8``: from where on."""
-    positive, negative = delta[where & (delta > 0)].tolist(), delta[where & (delta < 0)].tolist()
-    parts = [f"above {min(positive):.3g}" if positive else "", f"below {max(negative):.3g}" if negative else ""]
-    return " and ".join(filter(None, parts))
+def _ranges(delta: np.ndarray, where: np.ndarray, gone: Callable[[float], bool]) -> tuple[str, tuple[float, ...]]:
+    """``above 20 and below -20``, from where on, bisected; and the thresholds."""
+    parts, edges = [], []
+    for word, places in (("above", delta[where & (delta > 0)]), ("below", delta[where & (delta < 0)][::-1])):
+        if not len(places):
+            continue
+        dead = float(places[0])
+        alive = dead - 1 if dead > 0 else dead + 1
+        if gone(alive):
+            alive = -alive
+        for _ in range(24):
+            middle = (alive + dead) / 2
+            alive, dead = (alive, middle) if gone(middle) else (middle, dead)
+        edges.append(round(dead, 4) + 0.0)
+        parts.append(f"{word} {round(dead, 4) + 0.0:.4g}")
+    return " and ".join(parts), tuple(edges)

@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 
-from klgrad.analysis.checking.gradient import Subject, measure
+from klgrad.analysis.checking.measuring import Subject, measure
 from klgrad.analysis.checking.models import SEED, Model, model
 from klgrad.analysis.checking.report import PLACE, Finding
 from klgrad.analysis.checking.subject import BuiltIn
@@ -68,28 +68,37 @@ def examine(subject: Subject, placement: str, *, dead: bool) -> list[Finding]:
     if isinstance(subject, BuiltIn):
         corrects = subject.configuration.ratio != "none"
     findings = []
+    base = measure(subject, placement, sampled("a stale policy")[1]).mean  # the same policy under every name
     for name in SAMPLERS:
         stale, own = sampled(name)
-        base = measure(subject, placement, own).mean
         gradient = measure(subject, placement, stale).mean
         size = float(np.linalg.norm(base))
         if size < 1e-6 * float(np.linalg.norm(own.truth)):
             size = float(np.linalg.norm(own.truth))
         off = float(np.linalg.norm(gradient - base)) / size
-        values = by_sequence(subject, stale)
-        expected = float(stale.probability @ values)
-        usual = float(own.probability @ by_sequence(subject, own))
+        valued = subject.kind != "loss" and subject.returns != "return"  # the value of a surrogate says nothing
+        expected, usual = (float(m.probability @ by_sequence(subject, m)) if valued else 0.0 for m in (stale, own))
         numbers = {"sampler": name, "value": expected, "value_on_policy": usual, "gradient_change": off}
         harmless = off <= 1e-6 and abs(expected - usual) <= 1e-6 * max(abs(usual), 1e-12)
         if dead or harmless:
             findings.append(Finding("sampling", "info", f"{name} changes nothing", numbers))
             continue
         text = f"{name}: the gradient in the {PLACE[placement]} is off by {off:.1%}"
-        if subject.kind != "loss" and subject.returns != "return":  # the value of a surrogate says nothing
+        if valued:
             text += f", the value goes from {usual:.4g} to {expected:.4g}"
             text += "; a negative mean KL in a log is this fault, not noise" if expected < 0 < usual else ""
         wrong = corrects and off > 1e-6 and SAMPLERS[name][1] != _MASS
         mend = "it takes the sampler's log-probs and does not make up for it" if wrong else SAMPLERS[name][1]
-        text += f"; {mend}"
+        text += f"; {mend}" + (_constant(stale) if corrects and SAMPLERS[name][1] == _MASS else "")
         findings.append(Finding("sampling", "warning" if wrong else "info", text, numbers))
     return findings
+
+
+def _constant(stale: Model) -> str:
+    """What the importance ratio is on a truncated sampler: the same for every token of a prefix, and never 1."""
+    kept = stale.batch.mask
+    ratio = (stale.batch.log_probs - stale.batch.behaviour)[kept]
+    return (
+        f"; the log-ratio log pi / mu is the constant log of the mass kept, one for all tokens of a prefix (here from "
+        f"{ratio.min():.3g} to {ratio.max():.3g}), and no sign of staleness"
+    )

@@ -1,14 +1,14 @@
-"""Which argument is which: a function's parameters by their usual spellings, and the function from its file."""
+"""Which argument is which: a function's parameters by their usual spellings, and a guess at others."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from klgrad.files import load_module
+from klgrad.analysis.checking.inputs import REWARDS
 
 # what is offered -> the spellings it goes by; a name is compared in lower case without underscores
 ROLES: dict[str, str] = {
@@ -38,14 +38,14 @@ ROLES: dict[str, str] = {
     ),
     "full_log_probs": (
         "full_log_prob full_logp full_logprobs all_logp all_log_probs all_logprobs vocab_log_probs "
-        "vocab_logprobs policy_full_log_probs logits policy_logits new_logits student_logits actor_logits "
-        "log_probs_full next_token_log_probs log_softmax"
+        "vocab_logprobs policy_full_log_probs log_probs_full next_token_log_probs log_softmax"
     ),
+    "logits": "policy_logits new_logits student_logits actor_logits model_logits cur_logits current_logits",
     "full_reference": (
         "full_ref_logp full_ref_log_probs full_reference_log_probs ref_full_log_probs all_ref_logp "
-        "all_ref_log_probs ref_all_log_probs ref_vocab_log_probs ref_logits reference_logits base_logits "
-        "teacher_logits reference_full_log_probs ref_next_token_log_probs"
+        "all_ref_log_probs ref_all_log_probs ref_vocab_log_probs reference_full_log_probs ref_next_token_log_probs"
     ),
+    "reference_logits": "ref_logits base_logits teacher_logits logits_ref",
     "tokens": (
         "token_ids input_ids labels actions action ids response_ids completion_ids responses completions "
         "targets target_ids sampled"
@@ -66,16 +66,18 @@ SHAPES = {
     "reference": "[B, T] under the reference",
     "behaviour": "[B, T] under the policy that sampled",
     "mask": "[B, T] 1 for real tokens",
-    "full_log_probs": "[B, T, V] next-token log-probs (valid logits) of the policy",
+    "full_log_probs": "[B, T, V] next-token log-probs of the policy",
     "full_reference": "[B, T, V] of the reference",
+    "logits": "[B, T, V] the policy's logits, not normalised; logits[t] predict token t",
+    "reference_logits": "[B, T, V] the reference's",
     "tokens": "[B, T] token numbers",
     "log_ratio": "[B, T] log pi / pi_ref",
     "reverse_log_ratio": "[B, T] log pi_ref / pi",
-    "advantages": "[B, T] zeros",
-    "sequence_advantages": "[B] zeros",
-    "rewards": "[B] zeros",
-    "token_rewards": "[B, T] zeros",
-    "beta": "1.0",
+    "advantages": "[B, T] zeros, then others, alike and unlike from row to row",
+    "sequence_advantages": "[B] the same",
+    "rewards": "[B] the same",
+    "token_rewards": "[B, T] the same at the last token",
+    "beta": "1.0; then 0, 0.5 and 2",
 }
 
 
@@ -94,15 +96,35 @@ class Plan:
         roles: parameter -> what it is given, one of ``ROLES``.
         constants: parameter -> a value that stays the same.
         positional: the parameters that can only be given by position, in order.
+        kept: parameter -> its own default, which stays.
     """
 
     roles: dict[str, str]
     constants: dict[str, Any]
     positional: tuple[str, ...] = ()
+    kept: dict[str, Any] = field(default_factory=dict)
 
     def takes(self, role: str) -> bool:
         """Whether any parameter asks for it."""
         return role in self.roles.values()
+
+    @property
+    def full(self) -> bool:
+        """Whether it looks at the policy's whole next-token distribution."""
+        return self.takes("full_log_probs") or self.takes("logits")
+
+    @property
+    def normalised(self) -> Plan:
+        """The same with log-probs where it is given logits."""
+        roles = {"logits": "full_log_probs", "reference_logits": "full_reference"}
+        return replace(self, roles={name: roles.get(role, role) for name, role in self.roles.items()})
+
+    def given(self) -> list[str]:
+        """What each parameter was given, a sentence each."""
+        lines = [f"{name}: {role}, {SHAPES[role]}" for name, role in self.roles.items()]
+        lines += [f"{name}: {value!r}, as you said" for name, value in self.constants.items()]
+        return lines + [f"{name}: {value!r}, its default; --map {name}=... gives it something" for name, value in
+                        self.kept.items()]  # fmt: skip
 
 
 def offered() -> str:
@@ -143,23 +165,26 @@ def plan(function: Callable[..., Any], mapping: Mapping[str, str] = {}, constant
                 f"--arg {theirs}: the function has no parameter {theirs!r}; it has {', '.join(parameters)}"
             )
         fixed[theirs] = value
+    kept: dict[str, Any] = {}
+    unknown: list[str] = []
     for name, parameter in parameters.items():
         if name in roles or name in fixed:
             continue
         role = _SPELLINGS.get(_plain(name))
-        if role is not None:
+        if role is not None and not _stays(parameter.default, role, parameter.empty):
             roles[name] = role
         elif parameter.default is parameter.empty:
-            raise ValueError(
-                f"cannot fill the parameter {name!r}: say what it is with --map {name}=..., or give it a value with "
-                f"--arg {name}=...; there is {offered()}"
-            )
+            unknown.append(name)
+        else:
+            kept[name] = parameter.default
+    if unknown:
+        raise ValueError(_unfilled(unknown, set(roles.values())))
     taken = [role for role in roles.values() if role != "beta"]
     double = next((role for role in taken if taken.count(role) > 1), None)
     if double is not None:
         names = " and ".join(name for name, role in roles.items() if role == double)
         raise ValueError(f"{names} would both be given {double}: tell them apart with --map")
-    if not {"log_probs", "full_log_probs", "log_ratio", "reverse_log_ratio"} & set(taken):
+    if not {"log_probs", "full_log_probs", "logits", "log_ratio", "reverse_log_ratio"} & set(taken):
         raise ValueError(
             f"no parameter of {', '.join(parameters) or 'the function'} asks for the policy's log-probs: "
             "name one with --map theirs=log_probs"
@@ -167,7 +192,49 @@ def plan(function: Callable[..., Any], mapping: Mapping[str, str] = {}, constant
     positional = tuple(
         name for name, p in parameters.items() if p.kind is p.POSITIONAL_ONLY and name in {**roles, **fixed}
     )
-    return Plan(roles, fixed, positional)
+    return Plan(roles, fixed, positional, kept)
+
+
+def _stays(default: Any, role: str, empty: Any) -> bool:
+    """Whether a default is kept although the name is known: a number or a word is; None where rewards would go.
+
+    The coefficient of the KL is what it is called for, whatever its default.
+    """
+    if default is empty or role == "beta":
+        return False
+    return role in REWARDS if default is None else isinstance(default, (bool, int, float, str))
+
+
+# parts of a name, in the order in which they are looked for, and what such a parameter probably is
+_HINTS = (
+    ("mask pad valid", "mask"), ("adv", "advantages"), ("rew score outcome", "rewards"),
+    ("kl beta coef", "beta"), ("old behav rollout sampl infer mu", "behaviour"),
+    ("ids token label action", "tokens"),
+    ("ref teach base anchor init frozen q", "reference"),
+)  # fmt: skip
+
+
+def _guess(name: str, taken: set[str]) -> str | None:
+    """What a parameter of another spelling probably is; None where it is probably no array."""
+    plain = _plain(name)
+    logits = "logit" in plain or "full" in plain
+    for parts, role in _HINTS:
+        if any(part in plain if len(part) > 2 else plain == part for part in parts.split()):
+            return "reference_logits" if role == "reference" and logits else role
+    policy, reference = ("logits", "reference_logits") if logits else ("log_probs", "reference")
+    return next((role for role in (policy, reference) if role not in taken), None)
+
+
+def _unfilled(names: list[str], taken: set[str]) -> str:
+    """One sentence for parameters that cannot be filled, with options ready to paste."""
+    guessed: dict[str, str | None] = {}
+    for name in sorted(names, key=lambda name: _guess(name, set()) in ("log_probs", "logits")):
+        guessed[name] = _guess(name, taken | {role for role in guessed.values() if role})
+    paste = " ".join(f"--map {n}={guessed[n]}" if guessed[n] else f"--arg {n}=VALUE" for n in names)
+    listed = " and ".join(
+        f"cannot fill the parameter {name!r}" if not i else repr(name) for i, name in enumerate(names)
+    )
+    return f"{listed}: if this is what it is, add {paste}; there is {offered()}"
 
 
 def constant(text: str) -> tuple[str, Any]:
@@ -179,39 +246,3 @@ def constant(text: str) -> tuple[str, Any]:
         return name.strip(), ast.literal_eval(value.strip())
     except (ValueError, SyntaxError):
         return name.strip(), value.strip()
-
-
-def functions_in(path: str) -> str:
-    """The functions a file defines, as ``NAME, or :OTHER``; read and not run, and NAME where it cannot be read."""
-    from pathlib import Path
-
-    try:
-        parsed = ast.parse(Path(path).read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return "NAME"
-    named = [each.name for each in parsed.body if isinstance(each, ast.FunctionDef) and not each.name.startswith("_")]
-    return ", or :".join(named) or "NAME"
-
-
-def load(target: str) -> Callable[..., Any]:
-    """The function of ``FILE.py:NAME`` or ``package.module:NAME``; NAME may be dotted.
-
-    Raises:
-        ValueError: when there is no such file, module or function, or importing it fails; says which.
-    """
-    place, _, name = target.rpartition(":")
-    if not place or not name:
-        raise ValueError(f"{target!r} names no function: write FILE.py:NAME or package.module:NAME")
-    try:
-        module = load_module(place)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
-    found: Any = module
-    for part in name.split("."):
-        if not hasattr(found, part):
-            public = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
-            raise ValueError(f"{place} has no {name!r}; it has {', '.join(public) or 'no functions'}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ValueError(f"{target} is {type(found).__name__}, not a function")
-    return found

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from klgrad.analysis.checking.calling import Fault, copied, guarded, note, unchanged
+from klgrad.analysis.checking.calling import Fault, copied, guarded, note, unchanged, uncompiled
+from klgrad.analysis.checking.inputs import MASKS, REWARDS, arguments
 from klgrad.analysis.checking.signature import Plan, plan
 from klgrad.synth.configurations import Configuration
 from klgrad.synth.enumeration import Batch
@@ -21,7 +22,8 @@ from klgrad.synth.enumeration import Batch
 RETURNS = ("penalty", "reward", "return")
 # relative changes that are lost, what to compare to then, the step of differences, and the precision's name
 _PRECISIONS = ((1e-6, 3e-2, 0.25, "half"), (1e-11, 1e-4, 1e-2, "single"))
-_MASKS = {"bool": np.bool_, "float": np.float64, "int": np.int64}
+COMPUTES = "it computes in"
+HALF = 1e-3  # tolerances past this are those of half precision
 _DIFFERENCES = ((1, 8 / 12), (2, -1 / 12))
 
 
@@ -93,8 +95,9 @@ class Function:
         tolerance: relative; wider where it computes in less than float64.
         step: of the differences, where there is no autograd; their error is of fourth order.
         timeout: seconds for one call.
-        shift: the constant that rewards and advantages are.
+        shift, spread: rewards and advantages are the shift, and the spread times what differs from row to row.
         notes: what was seen on the way: prints, extra outputs, a lower precision.
+        compiled: the same as ``torch.compile`` made it, where the user's is compiled.
     """
 
     name: str
@@ -108,7 +111,9 @@ class Function:
     step: float = 1e-3
     timeout: float = 30.0
     shift: float = 0.0
+    spread: float = 0.0
     notes: list[str] = field(default_factory=list)
+    compiled: Callable[..., Any] | None = None
 
     def evaluate(self, batch: Batch, *, dtype: str = "float64", differentiate: bool = True, beta: float = 1.0) -> Terms:
         """Call it once.
@@ -130,7 +135,7 @@ class Function:
         token = np.zeros(batch.mask.shape)
         for place in self._places(batch.mask.shape):
             token[place] = self._difference(batch, place, dtype, beta, "log_probs")
-        if not self.plan.takes("full_log_probs"):
+        if not self.plan.full:
             return Terms(value.value, token, None, value.raw)
         vocab = np.zeros(np.shape(batch.full_log_probs))
         for place in self._places(vocab.shape):
@@ -145,7 +150,7 @@ class Function:
         kind = getattr(torch, dtype)
         leaves = {
             role: torch.tensor(_held(getattr(batch, role)), dtype=kind, requires_grad=True)
-            for role in ("log_probs", *(("full_log_probs",) if self.plan.takes("full_log_probs") else ()))
+            for role in ("log_probs", *(("full_log_probs",) if self.plan.full else ()))
         }
         given = {role: leaf.clone() for role, leaf in leaves.items()}  # no leaves: a change in place must not raise
         if self._log_probs_from_full:
@@ -183,9 +188,14 @@ class Function:
         return Terms(self._signed(raw, batch), raw=raw)
 
     @property
+    def rewarded(self) -> bool:
+        """Whether it takes rewards or advantages."""
+        return bool(REWARDS & set(self.plan.roles.values()))
+
+    @property
     def _log_probs_from_full(self) -> bool:
         """Where both are asked for, the sampled tokens' log-probs follow from the full ones."""
-        return self.plan.takes("full_log_probs")
+        return self.plan.full
 
     def _places(self, shape: tuple[int, ...]) -> Iterator[Any]:
         """Entries to differentiate in together: rows of their own for a token term, one by one for a loss."""
@@ -218,26 +228,11 @@ class Function:
         array: Callable[[Any], Any],
         whole: Callable[[Any], Any],
     ) -> dict[str, Any]:
-        rows, length = batch.mask.shape
-        mask = np.asarray(batch.mask)
-        last = np.arange(length) == mask.sum(axis=1, keepdims=True) - 1  # where a reply's reward stands
-        made: dict[str, Callable[[], Any]] = {
-            "log_probs": lambda: given["log_probs"],
-            "full_log_probs": lambda: given["full_log_probs"],
-            "reference": lambda: array(batch.reference),
-            "behaviour": lambda: array(batch.behaviour),
-            "full_reference": lambda: array(batch.full_reference),
-            "log_ratio": lambda: given["log_probs"] - array(batch.reference),
-            "reverse_log_ratio": lambda: array(batch.reference) - given["log_probs"],
-            "mask": lambda: array(mask) if self.mask == "float" else whole(mask.astype(_MASKS[self.mask])),
-            "tokens": lambda: whole(np.array(batch.tokens, np.int64)),
-            "advantages": lambda: array(np.full((rows, length), self.shift)),
-            "token_rewards": lambda: array(np.where(last, self.shift, 0.0)),
-            "sequence_advantages": lambda: array(np.full(rows, self.shift)),
-            "rewards": lambda: array(np.full(rows, self.shift)),
-            "beta": lambda: beta,
-        }
-        return {**self.plan.constants, **{name: made[role]() for name, role in self.plan.roles.items()}}
+        made = arguments(
+            self.plan.roles, batch, given, array, whole,
+            mask_as=self.mask, beta=beta, shift=self.shift, spread=self.spread,
+        )  # fmt: skip
+        return {**self.plan.constants, **made}
 
     def _called(self, arguments: dict[str, Any]) -> Any:
         before = {name: copied(value) for name, value in arguments.items()}
@@ -262,11 +257,19 @@ class Function:
         if shape != kinds[self.kind]:
             raise Fault(
                 f"given [B, T] = {list(batch.mask.shape)} it returns the shape {list(shape)}; "
-                "it can be [B, T] (a token term), [B] (a sequence term) or [] (a loss)",
-                kind="shape",
-            )
+                f"it can be [B, T] (a token term), [B] (a sequence term) or [] (a loss)",
+                kind="shape", mend=self._shift_mend(shape, batch),
+            )  # fmt: skip
         if "float" not in str(getattr(out, "dtype", "float")):
             raise Fault(f"it returns {out.dtype}, not floating-point numbers")
+
+    def _shift_mend(self, shape: tuple[int, ...], batch: Batch) -> str:
+        rows, length = batch.mask.shape
+        if shape != (rows, length - 1):
+            return ""
+        if self.plan.full:
+            return "klgrad's logits[t] predict token t already: leave the shift (logits[:, :-1], ids[:, 1:]) out"
+        return "one place is lost: log-probs are given aligned, place t for token t, with no shift to make"
 
     def _signed(self, raw: np.ndarray, batch: Batch) -> np.ndarray:
         return self._sign * (np.where(batch.mask, raw, 0.0) if self.kind == "token" else raw)
@@ -294,12 +297,17 @@ def function_subject(
     if returns not in RETURNS:
         raise ValueError(f"returns = {returns!r} is none of {', '.join(RETURNS)}")
     shown = name or getattr(function, "__name__", type(function).__name__)
+    plain = uncompiled(function)
+    compiled, function = (None, function) if plain is None else (function, plain)
     how = plan(function, mapping, constants)
     first: Fault | None = None
     for backend in ("torch", "numpy") if _mentions_torch(function) else ("numpy", "torch"):
-        for mask in _MASKS if how.takes("mask") else ("bool",):
+        for mask in MASKS if how.takes("mask") else ("bool",):
             try:
-                found = _probed(Function(shown, function, how, "token", backend, returns, mask, timeout=timeout), probe)
+                tried = Function(
+                    shown, function, how, "token", backend, returns, mask, timeout=timeout, compiled=compiled
+                )  # fmt: skip
+                found = _probed(tried, probe)
                 for sentence in _assumed(how, mapping):
                     note(found.notes, sentence)
                 return found
@@ -317,8 +325,8 @@ def _assumed(how: Plan, mapping: Mapping[str, str]) -> Iterator[str]:
         if role.endswith("log_ratio") and name not in mapping:
             meant, other = ("pi / pi_ref", "reverse_log_ratio") if role == "log_ratio" else ("pi_ref / pi", "log_ratio")
             yield f"{name!r} is given log {meant}; if it means the other way round, say --map {name}={other}"
-    if how.takes("full_log_probs"):
-        yield "vocabularies of 2 and 3 tokens are tried: a truncation to more tokens than that does not show"
+    if how.full:
+        yield "vocabularies of 2, 3, 4 and 8 tokens are tried: a truncation to more tokens than that does not show"
 
 
 def _probed(subject: Function, probe: Batch) -> Function:
@@ -327,7 +335,7 @@ def _probed(subject: Function, probe: Batch) -> Function:
     for kind in ("token", "sequence", "loss"):
         tried = replace(subject, kind=kind, notes=[])
         try:
-            found = tried.evaluate(probe, differentiate=False)
+            found = replace(tried, spread=1.0).evaluate(probe, differentiate=False)
         except Fault as fault:
             if fault.kind != "shape":
                 raise
@@ -341,7 +349,7 @@ def _probed(subject: Function, probe: Batch) -> Function:
             if _coarse(tried, probe, digits):
                 note(
                     tried.notes,
-                    f"it computes in {precision} precision, whatever it is given; compared to {tolerance:g}",
+                    f"{COMPUTES} {precision} precision, whatever it is given; compared to {tolerance:g}",
                 )
                 return replace(tried, tolerance=tolerance, step=step)
         return tried
@@ -350,15 +358,20 @@ def _probed(subject: Function, probe: Batch) -> Function:
 
 
 def _coarse(subject: Function, probe: Batch, digits: float) -> bool:
-    """Whether a relative change so small in the log-probs is lost on a function that depends on them."""
+    """Whether a relative change so small in the log-probs is lost on a value or a slope that depends on them."""
+    slopes = subject.backend == "torch"  # of numpy they are differences, and no finer than the value
 
-    def moved(by: float) -> np.ndarray:
+    def moved(by: float) -> list[np.ndarray]:
         fields = {name: getattr(probe, name) for name in Batch.__dataclass_fields__}
         fields |= {role: np.asarray(fields[role]) * (1 + by) for role in ("log_probs", "full_log_probs")}
-        return subject.evaluate(Batch(**fields), differentiate=False).value
+        terms = subject.evaluate(Batch(**fields), differentiate=slopes)
+        return [part for part in (terms.value, terms.token, terms.vocab) if part is not None]
 
-    here = moved(0.0)
-    return not np.array_equal(here, moved(0.1)) and np.array_equal(here, moved(digits))
+    here, far, near = moved(0.0), moved(0.02), moved(digits)
+    return any(  # a clamp's slope moves too, where an entry crosses it: most must
+        2 * np.count_nonzero(a != b) > np.count_nonzero(a) > 0 and np.array_equal(a, c)
+        for a, b, c in zip(here, far, near, strict=True)
+    )
 
 
 def _mentions_torch(function: Callable[..., Any]) -> bool:

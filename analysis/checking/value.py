@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from klgrad.analysis.checking.gradient import Subject
+from klgrad.analysis.checking.measuring import Subject
 from klgrad.analysis.checking.models import LENGTHS, Model, each_row, models, with_reference
 from klgrad.analysis.checking.report import Finding
 from klgrad.analysis.checking.subject import BuiltIn
 from klgrad.synth.enumeration import Batch, rows_of
 
 _REPEATED = 1e-6  # what the same arithmetic on the same numbers may differ by
-_FULL = "full_log_probs"
 
 
 def outcomes(subject: Subject, m: Model, *, coupled: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -35,16 +34,20 @@ def by_sequence(subject: Subject, model: Model) -> np.ndarray:
     return np.array([float(subject.evaluate(row, differentiate=False).value) for row in each_row(model.batch)])
 
 
-def examine(subject: Subject, *, coupled: bool, surrogate: bool = False) -> tuple[dict[str, Any], list[Finding]]:
+def examine(
+    subject: Subject, *, coupled: bool, surrogate: bool = False, kl: bool = True
+) -> tuple[dict[str, Any], list[Finding]]:
     """The value's part of a report.
 
     A loss is a surrogate: its value need not be the KL, so what is amiss there is told and not held against it.
 
     Args:
         surrogate: a term that gives the wanted gradient in the loss alone: its value may be anything too.
+        kl: what is wanted is the gradient of a KL, whose value is 0 where policy and reference agree.
     """
-    loose = subject.kind == "loss" or subject.returns == "return" or coupled
-    chosen = [m for m in models(LENGTHS, 1) if not coupled or m.length <= 2]
+    loose = not kl or subject.kind == "loss" or subject.returns == "return" or coupled
+    longest = 2 if coupled else 4 if subject.kind == "loss" else LENGTHS[-1]  # a loss is called row by row
+    chosen = [m for m in models(LENGTHS, 1) if m.length <= longest]
     each = [outcomes(subject, m, coupled=coupled) for m in chosen]
     expected = [float(weight @ value) for value, weight in each]
     shown = max((i for i, m in enumerate(chosen) if not m.ends), key=lambda i: chosen[i].length)
@@ -61,6 +64,7 @@ def examine(subject: Subject, *, coupled: bool, surrogate: bool = False) -> tupl
         "zero_at_identity": identity <= _REPEATED, "at_identity": identity,
         "support_mismatch": None if coupled else support_mismatch(subject),
         "impossible_token": None if coupled else impossible_token(subject),
+        "coarse": subject.tolerance > 1e-3,
         "exchanged": not (loose or unbiased or nothing) and is_exchanged(subject),
     }  # fmt: skip
     said = f"{expected[worst]:.4g} where the KL is {chosen[worst].kl:.4g}"
@@ -89,7 +93,9 @@ def _estimate(
             *keys,
         )
     elif unbiased:
-        yield _finding("info", "the expected value is exactly the sequence-level KL", numbers, *keys)
+        off = numbers["relative_bias"]
+        much = "exactly" if off <= 1e-6 else f"within {100 * off:.2g} % of"
+        yield _finding("info", f"the expected value is {much} the sequence-level KL", numbers, *keys)
     elif loose or surrogate:
         yield _finding(
             "info",
@@ -102,12 +108,17 @@ def _estimate(
         mend = (
             "flip its sign, or say that it returns a reward"
             if mirrored
+            else "single terms of a KL are negative and only their whole sum is not: terms are clipped, weighted or "
+            "left out before the sum"
+            if numbers["zero_at_identity"]
             else "what it compares is not policy and reference on the same tokens at the same temperature"
         )
         yield _finding("error", f"the expected value is {said}: no KL is negative or undefined; {mend}", numbers, *keys)
     else:
         mend = (
-            "with policy and reference exchanged it is exactly the KL: are the two arguments swapped?"
+            "what the rounding of half precision leaves of it"
+            if numbers["coarse"]
+            else "with policy and reference exchanged it is exactly the KL: are the two arguments swapped?"
             if numbers["exchanged"]
             else "do not log it as the KL"
         )
@@ -135,7 +146,7 @@ def _identity(numbers: dict[str, Any], tolerance: float, *, loose: bool, surroga
             "at_identity",
         )
         return
-    level = "info" if loose else "warning" if surrogate else "error"
+    level = "info" if loose or surrogate else "error"
     yield _finding(
         level,
         f"with equal log-probs it is {floor:.4g}, not 0"
@@ -149,12 +160,15 @@ def _support(numbers: dict[str, Any], *, loose: bool, unbiased: bool) -> Iterato
     """What becomes of probability 0?"""
     support, impossible = numbers["support_mismatch"], numbers["impossible_token"]
     if support == "nan":
-        yield _finding(
-            "error",
-            "a token that the reference cannot emit gives NaN (the KL is infinite): guard -inf before subtracting or "
-            "multiplying",
-            numbers,
-            "support_mismatch",
+        yield replace(
+            _finding(
+                "warning",
+                "a token that the reference cannot emit gives NaN (the KL is infinite): guard -inf before subtracting "
+                "or multiplying",
+                numbers,
+                "support_mismatch",
+            ),
+            robust=True,
         )
     elif support == "-inf" and not loose:
         message = "a token that the reference cannot emit gives -inf: the KL is +inf"
@@ -168,14 +182,14 @@ def _support(numbers: dict[str, Any], *, loose: bool, unbiased: bool) -> Iterato
             "support_mismatch",
         )
     if impossible not in (None, "finite"):
-        yield _finding(
-            "error",
+        yield replace(_finding(
+            "warning",
             f"a token that neither can emit (-inf in both, as a mask on the vocabulary leaves it) makes the "
             f"{impossible} NaN or infinite, where it adds nothing: 0 x (-inf - -inf); replace both by 0 with where() "
             "before subtracting",
             numbers,
             "impossible_token",
-        )
+        ), robust=True)  # fmt: skip
 
 
 def _at_identity(subject: Subject, m: Model, *, coupled: bool) -> float:
@@ -203,7 +217,7 @@ def impossible_token(subject: Subject) -> str | None:
 
     ``finite`` where nothing is; None for what does not look at the vocabulary.
     """
-    takes = subject.configuration.estimator.full if isinstance(subject, BuiltIn) else subject.plan.takes(_FULL)
+    takes = subject.configuration.estimator.full if isinstance(subject, BuiltIn) else subject.plan.full
     if not takes:
         return None
     (m,) = (m for m in models((2,), 1) if m.ends)

@@ -6,23 +6,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from klgrad.analysis.derivations.model import Model, forward_kl
+from klgrad.analysis.derivations.divergences import forward_kl
+from klgrad.analysis.derivations.model import Model
 from klgrad.analysis.derivations.steps import Comparison, Derivation, Step
-from klgrad.analysis.derivations.terms import TOKEN_FORWARD, true, zero
+from klgrad.analysis.derivations.terms import TOKEN_FORWARD, past, true, zero
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 
 def _inverse_length(m: Model) -> Float[np.ndarray, " d"]:
-    return m.total(1 / m.count, m.derivative(lambda log_probs: np.exp(m.log_prob(log_probs))))
+    moved = m.derivative(lambda log_probs: np.exp(m.log_prob(log_probs)))
+    return m.total(1 / m.count, moved, m.p[:, None] * m.score_size)
 
 
 def _per_token(m: Model) -> Float[np.ndarray, " d"]:
     def weighted(log_probs: np.ndarray) -> np.ndarray:
         return np.exp(m.log_prob(log_probs)) * m.log_ratio(log_probs).sum(axis=1)
 
-    return m.total(1 / m.count, m.derivative(weighted))
+    size = m.p * (1 + np.abs(m.delta).sum(axis=1))
+    return m.total(1 / m.count, m.derivative(weighted), size[:, None] * m.score_size)
 
 
 aggregation = Derivation(
@@ -34,14 +37,15 @@ aggregation = Derivation(
             r"\E{\tfrac{1}{D}\sum_t \nabla\delta_t}",
             r"\tfrac{1}{D}\,\E{\score} = 0",
             "Dividing by a constant D only rescales: k1 in the loss stays zero (D = 10).",
-            (lambda m: m.engine("k1-in-loss+divide=10"), lambda m: m.mean(m.score) / 10),
+            (lambda m: m.engine("k1-in-loss+divide=10"), lambda m: m.mean(m.score, m.score_size) / 10),
             part="loss",
+            zero=True,
         ),
         Step(
             r"\E{\tfrac{1}{|y|}\,\sum_t \nabla\delta_t}",
             r"\E{\tfrac{1}{|y|}\,\score}",
             r"The sequence's own length is random where sequences can end, and $1/|y|$ is not a constant.",
-            (lambda m: m.engine("k1-in-loss+length-mean"), lambda m: m.mean(m.score / m.count[:, None])),
+            (lambda m: m.engine("k1-in-loss+length-mean"), lambda m: m.mean(m.score / m.count[:, None], m.score_size)),
             part="loss",
         ),
         Step(
@@ -50,7 +54,7 @@ aggregation = Derivation(
             r"$\pi(y)\,\score = \nabla\pi(y)$: this descends the mean of $1/|y|$, so it lengthens answers, "
             r"whatever the "
             "reference.",
-            (lambda m: m.mean(m.score / m.count[:, None]), _inverse_length),
+            (lambda m: m.mean(m.score / m.count[:, None], m.score_size), _inverse_length),
             part="loss",
         ),
         Step(
@@ -102,19 +106,24 @@ _PAIRS_AT_ONCE = 1 << 22
 
 def _grouped(m: Model, weight: float) -> Float[np.ndarray, " d"]:
     """Mean over all groups of two of (K_i - K_j) weight on the score of i, averaged over the two."""
-    k, p = m.delta.sum(axis=1), m.p
-    total = np.zeros(m.pair.policy.parameters)
+    k, p = m.along(m.delta), m.p
+    first, second = np.zeros_like(p), np.zeros_like(p)
     rows = max(1, _PAIRS_AT_ONCE // len(p))
-    for first in range(0, len(p), rows):
-        part = slice(first, first + rows)
-        difference = weight * (k[part, None] - k[None, :]) * p[part, None] * p[None, :]
-        total += (m.score[part].T @ difference.sum(axis=1) - difference.sum(axis=0) @ m.score) / 2
-    return total
+    for start in range(0, len(p), rows):
+        part = slice(start, start + rows)
+        difference = weight * (k[part, None] - k[None, :]) * p[None, :]
+        first[part] = difference.sum(axis=1)
+        second -= p[part] @ (weight * (k[part, None] - k[None, :]))
+    size = np.abs(m.delta).sum(axis=1)
+    size = weight * (size + p @ size)[:, None] * m.score_size
+    return (m.mean(first[:, None] * m.score, size) + m.mean(second[:, None] * m.score, size)) / 2
 
 
 def _four(m: Model) -> Float[np.ndarray, " n"]:
     """Sum of log-ratios of four sequences spread over the list."""
-    return m.delta.sum(axis=1)[np.linspace(0, len(m.p) - 1, 4).astype(int)]
+    some = np.linspace(0, len(m.p) - 1, 4).astype(int)
+    m.note(np.abs(m.delta[some]).sum())
+    return m.delta.sum(axis=1)[some]
 
 
 def _own_mean(m: Model) -> Float[np.ndarray, " n"]:
@@ -136,8 +145,9 @@ baseline = Derivation(
             r"\E{b\,\score}",
             "0",
             "A constant comes out of the expectation, and the score has mean zero (b = 2).",
-            (lambda m: m.mean(2.0 * m.score), zero),
+            (lambda m: m.mean(2.0 * m.score, 2.0 * m.score_size), zero),
             part="reward",
+            zero=True,
         ),
         Step(
             r"\E{\sum_t b(y_{<t})\,\scoret}",
@@ -145,10 +155,11 @@ baseline = Derivation(
             "So has the score of every token after its prefix: any function of the prefix is free (here the log-ratio "
             "so far).",
             (
-                lambda m: m.mean(m.weigh(np.where(m.mask, np.cumsum(m.delta, axis=1) - m.delta, 0.0))),
+                lambda m: past(m, m.delta),
                 zero,
             ),
             part="reward",
+            zero=True,
         ),
         Step(
             r"\E{\tfrac{1}{n}\sum_i \left(K_i - \tfrac{1}{n-1}\sum_{j \ne i} K_j\right)"

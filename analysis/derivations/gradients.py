@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from klgrad.analysis.derivations.divergences import k3
+from klgrad.analysis.derivations.model import Model
 from klgrad.analysis.derivations.steps import Comparison, Derivation, Step
 from klgrad.analysis.derivations.terms import (
     PAPER,
     in_reward,
-    k3,
-    probability_gradient,
+    through_probability,
     to_go,
     true,
     zero,
 )
+
+
+def _definition(m: Model) -> np.ndarray:
+    """KL as it is written: log-probabilities of whole sequences, one from the other."""
+    policy, reference = m.log_prob(m.log_policy), m.log_prob(m.log_reference)
+    return m.mean(policy - reference, np.abs(policy) + np.abs(reference))
+
 
 true_gradient = Derivation(
     name="true-gradient",
@@ -23,15 +33,15 @@ true_gradient = Derivation(
             r"\E{\sum_t \delta_t}",
             "The probability of a sequence is a product over its tokens, so its log-ratio is a sum.",
             (
-                lambda m: m.mean(m.log_prob(m.log_policy) - m.log_prob(m.log_reference)),
-                lambda m: m.mean(m.delta.sum(axis=1)),
+                _definition,
+                lambda m: m.mean(m.along(m.delta)),
             ),
         ),
         Step(
             r"\E{\sum_t \delta_t}",
             r"\E{\sum_t \KLt}",
             "Chain rule: given the prefix, the mean of a token's log-ratio is the KL of the next-token distributions.",
-            (lambda m: m.mean(m.delta.sum(axis=1)), lambda m: m.exact("kl")),
+            (lambda m: m.mean(m.along(m.delta)), lambda m: m.exact("kl")),
         ),
         Step(
             r"\nabla\KL",
@@ -39,20 +49,21 @@ true_gradient = Derivation(
             "Product rule; the reference q does not depend on the parameters.",
             (
                 lambda m: m.expected(lambda delta: delta),
-                lambda m: m.delta.sum(axis=1) @ probability_gradient(m) + m.mean(m.score),
+                lambda m: through_probability(m, m.delta) + m.mean(m.score, m.score_size),
             ),
         ),
         Step(
             r"\sum_y \pi(y)\,\score = \nabla\sum_y\pi(y)",
             "0",
             "Probabilities sum to one whatever the parameters.",
-            (lambda m: m.mean(m.score), zero),
+            (lambda m: m.mean(m.score, m.score_size), zero),
+            zero=True,
         ),
         Step(
             r"\sum_y \nabla\pi(y)\,\log\frac{\pi(y)}{q(y)}",
             r"\E{\left(\sum_t \delta_t\right)\score}",
             r"$\nabla\pi(y) = \pi(y)\,\score$ turns the sum into an expectation that can be sampled.",
-            (lambda m: m.delta.sum(axis=1) @ probability_gradient(m), lambda m: in_reward(m, m.delta)),
+            (lambda m: through_probability(m, m.delta), lambda m: in_reward(m, m.delta)),
         ),
         Step(
             r"\E{\left(\sum_t \delta_t\right)\score}",
@@ -85,7 +96,7 @@ product_rule = Derivation(
             "for k3.",
             (
                 lambda m: m.expected(k3),
-                lambda m: m.k3.sum(axis=1) @ probability_gradient(m) + m.pathwise(k3),
+                lambda m: through_probability(m, m.k3) + m.pathwise(k3),
             ),
         ),
         Step(
@@ -99,7 +110,7 @@ product_rule = Derivation(
             r"\sum_y \nabla\pi(y)\,K(y)",
             r"\E{K(y)\,\score}",
             "The score-function term is what a policy gradient gives when the detached estimate stands in the reward.",
-            (lambda m: m.k3.sum(axis=1) @ probability_gradient(m), lambda m: m.engine("k3-in-reward")),
+            (lambda m: through_probability(m, m.k3), lambda m: m.engine("k3-in-reward")),
             part="reward",
         ),
         Step(

@@ -6,7 +6,8 @@ from functools import cache
 
 import numpy as np
 
-from klgrad.analysis.derivations.model import Model, forward_kl, reverse_kl
+from klgrad.analysis.derivations.divergences import chi_squared, forward_kl, reverse_kl
+from klgrad.analysis.derivations.model import Model
 from klgrad.analysis.derivations.steps import Comparison, Derivation, Step
 from klgrad.analysis.derivations.terms import k2, true, zero
 from klgrad.synth.automata import markov
@@ -32,7 +33,9 @@ def _opposed() -> Model:
 
 
 def _variance(m: Model, values: np.ndarray) -> float:
-    return float(m.mean((values[:, 0] - m.mean(values[:, 0])) ** 2))
+    off = np.abs(values[:, 0] - m.mean(values[:, 0]))
+    m.mean(2 * off * (np.abs(values[:, 0]) + off))  # only to note it
+    return float(m.mean(off**2))
 
 
 def _drift_row(eps: float) -> np.ndarray:
@@ -42,8 +45,10 @@ def _drift_row(eps: float) -> np.ndarray:
 
 def _excess(m: Model) -> np.ndarray:
     """chi^2 - 2 J."""
-    p, q = m.log_policy, m.log_reference
-    return np.exp(2 * q - p).sum() - 1 - 2 * (reverse_kl(p, q) + forward_kl(p, q)).sum()
+    p, delta = m.log_policy, m.tables.delta.value
+    chi2, jeffreys = chi_squared(p, delta).sum(), (reverse_kl(p, delta) + forward_kl(p, delta)).sum()
+    m.note(chi2 + 2 * jeffreys)
+    return chi2 - 2 * jeffreys
 
 
 def _cosine(a: np.ndarray, b: np.ndarray) -> float:
@@ -115,8 +120,10 @@ handbook = Derivation(
             r"\chi^2(q\|\pi) - 2\,J",
             r"The same rule: there $\chi^2 = 588.8$ and $2J = 13.6$.",
             (
-                lambda m: np.array(_variance(_drifted(1e-3), _drifted(1e-3).k3) - _drift_row(1e-3)[1]),
-                lambda m: _excess(_drifted(1e-3)),
+                lambda m: m.on(
+                    _drifted(1e-3), lambda far: np.array(_variance(far, far.k3) - _variance(far, far.delta))
+                ),
+                lambda m: m.on(_drifted(1e-3), _excess),
             ),
             where=r"\varepsilon = 0.001",
         ),
@@ -125,7 +132,8 @@ handbook = Derivation(
             "0",
             "Check 5: k1 in the loss has no gradient: in expectation, with a constant divisor; with $1/|y|$ it has one "
             "(see the derivation aggregation).",
-            (lambda m: m.mean(m.score), zero),
+            (lambda m: m.mean(m.score, m.score_size), zero),
+            zero=True,
         ),
         Step(
             r"\E{\nabla k_3}",

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from klgrad.analysis.derivations.model import Model, forward_kl, reverse_kl
+from klgrad.analysis.derivations.divergences import chi_squared, forward_kl, reverse_kl
+from klgrad.analysis.derivations.model import Model
 from klgrad.analysis.derivations.steps import Comparison, Derivation, Step
 from klgrad.analysis.derivations.terms import FUTURE, TOKEN_FORWARD, true
 from klgrad.synth.automata import markov
+from klgrad.synth.exact import visitation
 from klgrad.synth.policies import PolicyPair, log_softmax, tabular
 
 if TYPE_CHECKING:
@@ -32,6 +34,17 @@ def _two_actions() -> Model:
 def _implied(x: float) -> float:
     p, q = np.array([(1 + x) / 2, (1 - x) / 2]), np.array([0.5, 0.5])
     return float(p @ np.log(p / q) - q @ np.log(q / p))
+
+
+def _noted(m: Model, value: float) -> float:
+    """A number made of a few terms of order one."""
+    m.note(1.0)
+    return value
+
+
+def _slope(two: Model) -> np.ndarray:
+    """The series' slope in x times the slope of x."""
+    return _noted(two, _series(_X, slope=True)) * two.derivative(lambda lp: 2 * np.exp(lp[0, 0]) - 1)
 
 
 def _series(x: float, *, slope: bool) -> float:
@@ -73,7 +86,7 @@ k3_in_reward = Derivation(
             r"-\sum_{k \ge 2} \frac{k - 1}{k\,(2k - 1)}\,x^{2k} = -\frac{x^4}{6} - \cdots",
             f"For one token, two actions and a uniform reference the difference is a series of negative terms (x "
             f"= {_X}).",
-            (lambda m: _implied(_X), lambda m: _series(_X, slope=False)),
+            (lambda m: _noted(m, _implied(_X)), lambda m: _series(_X, slope=False)),
             where=r"\pi = \tfrac{1}{2}\,(1 + x,\ 1 - x),\ q = \tfrac{1}{2}\,(1,\ 1)",
         ),
         Step(
@@ -81,8 +94,8 @@ k3_in_reward = Derivation(
             r"\nabla\left(-\sum_{k \ge 2} \frac{k - 1}{k\,(2k - 1)}\,x^{2k}\right)",
             "And k3 in the reward descends it: the slope in x is negative, so descent moves x away from the reference.",
             (
-                lambda m: _two_actions().engine("k3-in-reward"),
-                lambda m: _series(_X, slope=True) * _two_actions().derivative(lambda lp: 2 * np.exp(lp[0, 0]) - 1),
+                lambda m: m.on(_two_actions(), lambda two: two.engine("k3-in-reward")),
+                lambda m: m.on(_two_actions(), _slope),
             ),
         ),
     ),
@@ -94,34 +107,42 @@ k3_in_reward = Derivation(
 # --------------------------------------------------------------------------------------------------- variance
 
 
-def _chi2(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    return np.exp(2 * q - p).sum(axis=1) - 1
-
-
 def _per_token_sum(m: Model, row: np.ndarray) -> float:
     """Expected sum over tokens of a quantity of the contexts, by the recurrence of visits."""
-    from klgrad.synth.exact import visitation
-
-    return float(visitation(m.pair, [m.length])[0] @ np.where(m.pair.automaton.alive, row, 0.0))
+    visits = visitation(m.pair, [m.length])[0]
+    terms = visits * np.where(visits > 0, row, 0.0)
+    m.note(np.abs(terms).sum(), 3 * m.length * m.tables.lack_mass * np.abs(terms).sum())
+    return float(terms.sum())
 
 
 def _chi2_sum(m: Model) -> float:
-    return _per_token_sum(m, _chi2(m.log_policy, m.log_reference))
+    return _per_token_sum(m, chi_squared(m.log_policy, m.tables.delta.value).sum(axis=1))
 
 
 def _jeffreys_sum(m: Model) -> float:
-    both = reverse_kl(m.log_policy, m.log_reference) + forward_kl(m.log_policy, m.log_reference)
+    both = reverse_kl(m.log_policy, m.tables.delta.value) + forward_kl(m.log_policy, m.tables.delta.value)
     return _per_token_sum(m, both.sum(axis=1))
 
 
-def _token_variance(m: Model, values: Float[np.ndarray, "M T"]) -> np.ndarray:
-    """Expected sum of the variances of each token's value given its prefix; all values have mean KL_t."""
-    mean = m.at_prefix(reverse_kl(m.log_policy, m.log_reference).sum(axis=1))
-    return m.mean(((values - mean) ** 2).sum(axis=1))
+def _token_variance(m: Model, values: Float[np.ndarray, "M T"], size: np.ndarray | None = None) -> np.ndarray:
+    """Expected sum of the variances of each token's value given its prefix; all values have mean KL_t.
+
+    Args:
+        size: ``[M, T]`` the absolute terms that the values were made of, if they are differences.
+    """
+    mean = m.at_prefix(reverse_kl(m.log_policy, m.tables.delta.value).sum(axis=1))
+    off = np.abs(values - mean)
+    m.mean((2 * off * (np.abs(values) + mean if size is None else size)).sum(axis=1))  # only to note it
+    return m.mean((off**2).sum(axis=1))
 
 
-def _alpha_values(m: Model, a: float) -> Float[np.ndarray, "M T"]:
-    return np.where(m.mask, m.delta + a * (m.r - 1), 0.0)
+def _alpha_variance(m: Model, a: float) -> np.ndarray:
+    return _token_variance(m, m.delta + a * m.excess, np.abs(m.delta) + a * np.abs(m.excess))
+
+
+def _variance_difference(m: Model) -> np.ndarray:
+    """E[sum_t 2 delta_t (r_t - 1) + (r_t - 1)^2]."""
+    return m.mean(m.along(2 * m.delta * m.excess)) + m.mean(m.along(m.excess**2))
 
 
 def _best(m: Model) -> float:
@@ -138,7 +159,9 @@ def _sequence_chi2(m: Model) -> float:
     np.add.at(flow, (rows, automaton.next_context), weight)
     if automaton.end >= 0:
         flow[automaton.end, automaton.end] = 1.0
-    return float(np.linalg.matrix_power(flow, m.length)[automaton.start].sum())
+    found = float(np.linalg.matrix_power(flow, m.length)[automaton.start].sum())
+    m.note(found, 3 * m.length * m.tables.lack_mass * found)
+    return found
 
 
 variance = Derivation(
@@ -152,7 +175,7 @@ variance = Derivation(
             r"Both have the same mean, so variances differ as squares do, and $k_3 = \delta + (r - 1)$.",
             (
                 lambda m: _token_variance(m, m.k3) - _token_variance(m, m.delta),
-                lambda m: m.mean(np.where(m.mask, 2 * m.delta * (m.r - 1) + (m.r - 1) ** 2, 0.0).sum(axis=1)),
+                _variance_difference,
             ),
             part="value",
         ),
@@ -162,7 +185,7 @@ variance = Derivation(
             r"$\E{(r - 1)^2} = \chi^2(q\|\pi)$ and $\E{\delta\,(r - 1)} = -\mathrm{KL}(q\|\pi) - \KL = -J$ after "
             r"each prefix: k3 is the noisier exactly where $\chi^2 > 2J$.",
             (
-                lambda m: m.mean(np.where(m.mask, 2 * m.delta * (m.r - 1) + (m.r - 1) ** 2, 0.0).sum(axis=1)),
+                _variance_difference,
                 lambda m: _chi2_sum(m) - 2 * _jeffreys_sum(m),
             ),
             part="value",
@@ -172,7 +195,7 @@ variance = Derivation(
             r"\E{\sum_t \mathrm{Var}(\delta_t|y_{<t})} - 2a\,J + a^2\chi^2",
             r"The whole family in between is a parabola in $a$, with $J$ and $\chi^2$ summed over tokens ($a = 0.3$).",
             (
-                lambda m: _token_variance(m, _alpha_values(m, 0.3)),
+                lambda m: _alpha_variance(m, 0.3),
                 lambda m: _token_variance(m, m.delta) - 0.6 * _jeffreys_sum(m) + 0.09 * _chi2_sum(m),
             ),
             part="value",
@@ -182,7 +205,7 @@ variance = Derivation(
             r"\E{\sum_t \mathrm{Var}(\delta_t|y_{<t})} - \frac{J^2}{\chi^2}",
             r"Its lowest point lies at $J/\chi^2$, near 1 for close policies and near 0 for distant ones.",
             (
-                lambda m: _token_variance(m, _alpha_values(m, _best(m))),
+                lambda m: _alpha_variance(m, _best(m)),
                 lambda m: _token_variance(m, m.delta) - _best(m) * _jeffreys_sum(m),
             ),
             part="value",
@@ -193,7 +216,7 @@ variance = Derivation(
             r"\E{\sum_t \chi^2_t}",
             "Terms with mean zero after every prefix are uncorrelated: summed over tokens, the noise of the control "
             "variate grows linearly in the length.",
-            (lambda m: m.mean(np.where(m.mask, m.r - 1, 0.0).sum(axis=1) ** 2), _chi2_sum),
+            (lambda m: m.mean(m.excess.sum(axis=1) ** 2, np.abs(m.excess).sum(axis=1) ** 2), _chi2_sum),
             part="value",
         ),
         Step(

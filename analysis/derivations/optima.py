@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from klgrad.analysis.derivations.model import Model, check_size
+from klgrad.analysis.derivations.inputs import EPS
+from klgrad.analysis.derivations.model import Model
+from klgrad.analysis.derivations.sequences import check_size
 from klgrad.analysis.derivations.steps import Comparison, Derivation, Step
 from klgrad.analysis.derivations.terms import PAPER
 from klgrad.synth.automata import history
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 BETA = 0.5
-Rule = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, float]]
+# (q, returns) -> the policy, its value, and how steeply its log-probs follow the returns; all but the value [V]
+Rule = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, float, np.ndarray]]
 
 
 def _token_rewards(vocabulary: int) -> Float[np.ndarray, " V"]:
@@ -39,52 +42,63 @@ def _returns(m: Model) -> Float[np.ndarray, " M"]:
 
 def _objective(m: Model) -> float:
     """E[R] - beta KL, as a plain sum."""
-    return float(m.mean(_returns(m) - BETA * m.delta.sum(axis=1)))
+    returns, penalty = _returns(m), BETA * m.delta
+    return float(m.mean(returns - penalty.sum(axis=1), returns + np.abs(penalty).sum(axis=1)))
 
 
 # ------------------------------------------------------------------------------------- policies free at every prefix
 
 
-def _soft(q: np.ndarray, returns: np.ndarray) -> tuple[np.ndarray, float]:
+def _soft(q: np.ndarray, returns: np.ndarray) -> tuple[np.ndarray, float, np.ndarray]:
     """pi* of one prefix and its soft value."""
     value = BETA * np.log(q @ np.exp(returns / BETA))
-    return q * np.exp((returns - value) / BETA), float(value)
+    return q * np.exp((returns - value) / BETA), float(value), np.full_like(q, 1 / BETA)
 
 
-def _greedy_backup(q: np.ndarray, returns: np.ndarray) -> tuple[np.ndarray, float]:
+def _greedy_backup(q: np.ndarray, returns: np.ndarray) -> tuple[np.ndarray, float, np.ndarray]:
     """The fixed point of k2 in the loss: exponential in the plain returns."""
     tilted = q * np.exp((returns - returns.max()) / BETA)
     policy = tilted / tilted.sum()
-    return policy, float(policy @ returns)
+    return policy, float(policy @ returns), np.full_like(q, 1 / BETA)
 
 
-def _hyperbolic(q: np.ndarray, returns: np.ndarray) -> tuple[np.ndarray, float]:
+def _hyperbolic(q: np.ndarray, returns: np.ndarray) -> tuple[np.ndarray, float, np.ndarray]:
     """The fixed point of k3 in the loss: pi = beta q / (V + beta - Q), with V + beta found by Newton's method.
 
-    The sum of beta q / (c - Q) is convex and falls in c, so Newton from the left of the root climbs to it.
+    Unknown is how far V + beta lies above the largest Q, which keeps its digits where the reference all but lacks
+    that token. The sum of beta q / (above + gap) is convex and falls, so Newton from the left of the root climbs to it.
     """
     best = int(np.argmax(np.where(q > 0, returns, -np.inf)))
-    c = returns[best] + BETA * q[best]
-    for _ in range(100):
-        share = BETA * q / np.where(q > 0, c - returns, 1.0)
-        step = (share.sum() - 1) / np.where(q > 0, share / (c - returns), 0.0).sum()
-        if abs(step) <= 1e-16 * max(1.0, abs(c)):
+    gaps = np.where(q > 0, returns[best] - returns, 1.0)
+    above = BETA * q[best]
+    for _ in range(200):
+        share = BETA * q / (above + gaps)
+        step = (share.sum() - 1) / (share / (above + gaps)).sum()
+        above += step
+        if abs(step) <= EPS * above:
             break
-        c += step
-    policy = share / share.sum()
-    return policy, float(policy @ returns)
+    policy = BETA * q / (above + gaps)
+    policy /= policy.sum()
+    steep = np.where(gaps > 0, 1 / (above + gaps), 0.0)
+    steep[gaps == 0] = policy @ steep / policy[best]  # it takes what the others lose
+    return policy, float(policy @ returns), steep
 
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """A policy free at every prefix, with its model."""
+    """A policy free at every prefix, with its model.
+
+    Args:
+        model: the policy's own.
+        off: ``[S, V]`` how far rounding may have moved its log-probs.
+    """
 
     model: Model
+    off: Float[np.ndarray, "S V"]
 
-    @property
-    def pull(self) -> Float[np.ndarray, " d"]:
+    def pull(self, m: Model) -> Float[np.ndarray, " d"]:
         """``[d]`` gradient of E[R]."""
-        return self.model.mean(_returns(self.model)[:, None] * self.model.score)
+        return m.mean(_returns(m)[:, None] * m.score, _returns(m)[:, None] * m.score_size)
 
 
 @lru_cache(maxsize=8)
@@ -99,14 +113,19 @@ def _tree(pair: PolicyPair, length: int, rule: Rule) -> Tree:
     reference = np.exp(pair.reference[context])
     rewards, values = _token_rewards(tree.vocabulary), np.zeros(tree.contexts)
     policy = np.full(tree.next_context.shape, 1 / tree.vocabulary)
+    off, off_values = np.zeros_like(policy), np.zeros(tree.contexts)
     for node in reversed(range(len(context))):
-        ahead = values[tree.next_context[node]] if len(tree.states[node]) < length - 1 else 0.0
-        policy[node], values[node] = rule(reference[node], rewards + ahead)
+        more = float(len(tree.states[node]) < length - 1)
+        returns = rewards + more * values[tree.next_context[node]]
+        policy[node], values[node], steep = rule(reference[node], returns)
+        off_returns = more * off_values[tree.next_context[node]] + EPS * (1 + returns)
+        off[node] = 2 * off_returns.max() * steep + EPS * (tree.vocabulary + 6)
+        off_values[node] = policy[node] @ (off_returns + off[node] * returns) + EPS * tree.vocabulary * values[node]
     log_reference = np.zeros(tree.next_context.shape)
     log_reference[: len(context)] = pair.reference[context]
     with np.errstate(divide="ignore"):
         logits = np.log(policy)
-    return Tree(Model(PolicyPair(tree, tabular(tree, logits), log_reference, name=pair.name), length))
+    return Tree(Model(PolicyPair(tree, tabular(tree, logits), log_reference, name=pair.name), length), off)
 
 
 def tree_of(m: Model, rule: Rule) -> Tree:
@@ -121,30 +140,38 @@ def tree_of(m: Model, rule: Rule) -> Tree:
 
 
 def _log_z(m: Model) -> float:
-    return float(np.log(np.exp(m.log_prob(m.log_reference)) @ np.exp(_returns(m) / BETA)))
+    log_q, exponent = m.log_prob(m.log_reference), _returns(m) / BETA
+    weights = np.exp(log_q + exponent)
+    m.note(weights @ (1 + np.abs(log_q) + exponent) / weights.sum())
+    return float(np.log(weights.sum()))
 
 
 def _kl_to_optimum(m: Model) -> float:
     """KL(pi || pi*) as a plain sum, pi* = q exp(R / beta) / Z."""
-    star = m.log_prob(m.log_reference) + _returns(m) / BETA - _log_z(m)
-    return float(m.mean(m.log_prob(m.log_policy) - star))
+    own, reference, tilt = m.log_prob(m.log_policy), m.log_prob(m.log_reference), _returns(m) / BETA
+    log_z = _log_z(m)
+    return float(m.mean(own - (reference + tilt - log_z), np.abs(own) + np.abs(reference) + tilt + abs(log_z)))
 
 
 def _soft_objective(m: Model) -> float:
     rewards = np.broadcast_to(_token_rewards(m.pair.automaton.vocabulary), m.log_policy.shape)
-    return soft_bellman(m.pair, rewards, BETA, m.length).objective
+    found = soft_bellman(m.pair, rewards, BETA, m.length).objective
+    m.note(m.length * (1 + abs(found)), BETA * m.length * m.tables.lack_mass)
+    return found
 
 
 def _penalty(configuration: str, rule: Rule) -> Callable[[Model], Float[np.ndarray, " d"]]:
-    return lambda m: BETA * tree_of(m, rule).model.engine(configuration)
+    return lambda m: BETA * m.on(tree_of(m, rule).model, lambda tree: tree.engine(configuration))
 
 
 def _pull(rule: Rule) -> Callable[[Model], Float[np.ndarray, " d"]]:
+    """The gradient of E[R]; the tree's policy solves its equation to rounding only, and that is noted too."""
+
     def side(m: Model) -> Float[np.ndarray, " d"]:
         tree = tree_of(m, rule)
-        pull = tree.pull
-        m.note(tree.model.largest_term)
-        return pull
+        off = tree.model.taken(tree.off).sum(axis=1)
+        m.note(0.0, BETA * (tree.model.p * off) @ tree.model.score_size)
+        return m.on(tree.model, tree.pull)
 
     return side
 
@@ -200,9 +227,10 @@ optimum = Derivation(
             r"\beta\,\E{\sum_t \nabla\delta_t}",
             r"\beta\,\E{\score} = 0",
             "k1 in the loss never balances the reward: training goes on to the greedy policy, as with no penalty.",
-            (_penalty("k1-in-loss", _soft), lambda m: BETA * _noted(m)),
+            (_penalty("k1-in-loss", _soft), lambda m: BETA * _score(m)),
             part="loss",
             where=r"\pi = \pi^*",
+            zero=True,
         ),
         Comparison(
             r"\E{R} - \beta\,\KL \text{ where k2 and k3 in the loss stop}",
@@ -229,8 +257,5 @@ optimum = Derivation(
 )
 
 
-def _noted(m: Model) -> Float[np.ndarray, " d"]:
-    model = tree_of(m, _soft).model
-    mean = model.mean(model.score)
-    m.note(model.largest_term)
-    return mean
+def _score(m: Model) -> Float[np.ndarray, " d"]:
+    return np.asarray(m.on(tree_of(m, _soft).model, lambda tree: tree.mean(tree.score, tree.score_size)))

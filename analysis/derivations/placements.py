@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from klgrad.analysis.derivations.model import forward_kl, reverse_kl
+from klgrad.analysis.derivations.divergences import forward_kl, k3, reverse_kl
 from klgrad.analysis.derivations.steps import Comparison, Derivation, Step
 from klgrad.analysis.derivations.terms import (
     FUTURE,
@@ -13,13 +13,11 @@ from klgrad.analysis.derivations.terms import (
     TOKEN_FORWARD,
     in_reward,
     k2,
-    k3,
     kl_t,
     to_go,
     true,
     zero,
 )
-from klgrad.synth.estimators import estimator
 
 ALPHA = 0.3  # the member of the alpha family that numbers are shown for
 
@@ -32,22 +30,24 @@ k1 = Derivation(
             r"\E{\sum_t \delta_t}",
             r"\KL",
             r"k1 is the log-ratio $\delta_t = \log\pi_t - \log q_t$ itself: its mean is the KL by definition.",
-            (lambda m: m.mean(m.delta.sum(axis=1)), lambda m: m.exact("kl")),
+            (lambda m: m.mean(m.along(m.delta)), lambda m: m.exact("kl")),
             part="value",
         ),
         Step(
             r"\E{\sum_t \nabla\delta_t}",
             r"\E{\sum_t \scoret}",
             "The reference does not depend on the parameters, so the gradient of the log-ratio is the score.",
-            (lambda m: m.pathwise(lambda delta: delta), lambda m: m.mean(m.score)),
+            (lambda m: m.pathwise(lambda delta: delta), lambda m: m.mean(m.score, m.score_size)),
             part="loss",
+            zero=True,
         ),
         Step(
             r"\E{\sum_t \scoret} = \E{\sum_t \nabla\sum_v \pi(v|y_{<t})}",
             "0",
             "The score of each token has mean zero after every prefix, because next-token probabilities sum to one.",
-            (lambda m: m.mean(m.score), zero),
+            (lambda m: m.mean(m.score, m.score_size), zero),
             part="loss",
+            zero=True,
         ),
         Step(
             r"\trVar{\sum_t \nabla\delta_t}",
@@ -96,8 +96,8 @@ k3_derivation = Derivation(
             r"\E{\sum_t (r_t - 1)} + \E{\sum_t \delta_t}",
             r"The definition, with $-\log r_t = \delta_t$: k1 plus the control variate $r_t - 1$.",
             (
-                lambda m: m.mean(np.where(m.mask, estimator("k3").value(m.delta), 0.0).sum(axis=1)),
-                lambda m: m.mean(np.where(m.mask, m.r - 1, 0.0).sum(axis=1)) + m.mean(m.delta.sum(axis=1)),
+                lambda m: m.mean(m.along(m.k3)),
+                lambda m: m.mean(m.along(m.excess)) + m.mean(m.along(m.delta)),
             ),
             part="value",
             where=r"k_{3,t} = r_t - 1 - \log r_t",
@@ -107,14 +107,14 @@ k3_derivation = Derivation(
             r"{\pi(v|y_{<t})}}",
             r"\E{|y|}",
             r"After every prefix $\pi$ cancels and the reference's probabilities sum to one: the mean of $r_t$ is 1.",
-            (lambda m: m.mean(m.r.sum(axis=1)), lambda m: m.exact("mean_length")),
+            (lambda m: m.mean(m.along(m.r)), lambda m: m.exact("mean_length")),
             part="value",
         ),
         Step(
             r"\E{\sum_t k_{3,t}}",
             r"\KL",
             "So the control variate has mean zero and the value of k3 is unbiased, like that of k1.",
-            (lambda m: m.mean(m.k3.sum(axis=1)), lambda m: m.exact("kl")),
+            (lambda m: m.mean(m.along(m.k3)), lambda m: m.exact("kl")),
             part="value",
         ),
         Step(
@@ -122,7 +122,7 @@ k3_derivation = Derivation(
             r"\E{\sum_t (1 - r_t)\,\scoret}",
             r"Differentiate with the samples held fixed: $\nabla r_t = -r_t\,\scoret$ and $\nabla(-\log r_t) = "
             r"\scoret$.",
-            (lambda m: m.pathwise(k3), lambda m: m.mean(m.weigh(np.where(m.mask, 1 - m.r, 0.0)))),
+            (lambda m: m.pathwise(k3), lambda m: m.mean(m.weigh(-m.excess))),
             part="loss",
         ),
         Step(
@@ -130,7 +130,7 @@ k3_derivation = Derivation(
             r"-\E{\sum_t r_t\,\scoret}",
             "The part with 1 is that of k1, and scores have mean zero: only the control variate is left, whose value "
             "had mean zero.",
-            (lambda m: m.mean(m.weigh(np.where(m.mask, 1 - m.r, 0.0))), lambda m: -m.mean(m.weigh(m.r))),
+            (lambda m: m.mean(m.weigh(-m.excess)), lambda m: -m.mean(m.weigh(m.r))),
             part="loss",
         ),
         Step(
@@ -172,7 +172,7 @@ k3_derivation = Derivation(
             "Nor is it the sequence-level forward KL, whose prefixes are the reference's (with one token they agree).",
             (
                 lambda m: m.engine("k3-in-loss"),
-                lambda m: -np.exp(m.log_prob(m.log_reference)) @ m.score,
+                lambda m: -m.total(np.exp(m.log_prob(m.log_reference)), m.score, m.score_size),
             ),
             part="loss",
         ),
@@ -212,7 +212,7 @@ k2_derivation = Derivation(
             r"\E{\sum_t \tfrac{1}{2}\delta_t^2}",
             r"\KL",
             "The value is biased, though little when the policies are close.",
-            (lambda m: m.mean(k2(m.delta).sum(axis=1)), lambda m: m.exact("kl")),
+            (lambda m: m.mean(m.along(k2(m.delta))), lambda m: m.exact("kl")),
             part="value",
         ),
         Step(
@@ -277,7 +277,7 @@ alpha = Derivation(
             r"\KL",
             f"$r_t - 1$ has mean zero, so any multiple of it may be added; numbers for $a = {ALPHA}$.",
             (
-                lambda m: m.mean((m.delta + ALPHA * np.where(m.mask, m.r - 1, 0.0)).sum(axis=1)),
+                lambda m: m.mean(m.along(m.delta)) + ALPHA * m.mean(m.along(m.excess)),
                 lambda m: m.exact("kl"),
             ),
             part="value",
@@ -287,7 +287,7 @@ alpha = Derivation(
             r"\E{\sum_t (1 - a\,r_t)\,\scoret}",
             r"$\nabla\delta_t = \scoret$ and $\nabla r_t = -r_t\,\scoret$.",
             (
-                lambda m: m.pathwise(lambda delta: delta + ALPHA * (np.exp(-delta) - 1)),
+                lambda m: m.pathwise(lambda delta: delta + ALPHA * np.expm1(-delta)),
                 lambda m: m.mean(m.weigh(np.where(m.mask, 1 - ALPHA * m.r, 0.0))),
             ),
             part="loss",
@@ -328,7 +328,7 @@ full_vocabulary = Derivation(
             r"\E{\sum_t \KLt}",
             r"\KL",
             "Summing over the next token instead of sampling it leaves the mean as it was.",
-            (lambda m: m.mean(kl_t(m).sum(axis=1)), lambda m: m.mean(m.delta.sum(axis=1))),
+            (lambda m: m.mean(m.along(kl_t(m))), lambda m: m.mean(m.along(m.delta))),
             part="value",
         ),
         Step(
@@ -346,6 +346,7 @@ full_vocabulary = Derivation(
             "own KL.",
             (lambda m: m.mean(m.weigh(kl_t(m))), zero),
             part="reward",
+            zero=True,
         ),
         Step(
             r"\E{\left(\sum_t \KLt\right)\score}",

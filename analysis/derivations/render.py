@@ -16,6 +16,7 @@ from klgrad.analysis.derivations.terms import NOTATION
 from klgrad.analysis.results import finite
 
 WIDTH = 100
+FINE = 1e-10  # of the sides: where an error as small as that would be seen, nothing is said of rounding
 _MOST = 8  # numbers of one side that are written out
 
 Numbers = list[tuple[str, str]]
@@ -34,7 +35,14 @@ def as_data(checked: Checked) -> dict[str, Any]:
         claim = {"relation": "against" if isinstance(step, Comparison) else "=", "part": step.part}
         latex = {"left": expand(step.left), "right": expand(step.right), "where": expand(step.where)}
         sides = [
-            {"length": n, "left": finite(r.left.tolist()), "right": finite(r.right.tolist()), "residual": r.residual}
+            {
+                "length": n,
+                "left": finite(r.left.tolist()),
+                "right": finite(r.right.tolist()),
+                "residual": r.residual,
+                "rounding": r.rounding,
+                "untold": r.untold,
+            }
             for n, r in zip(checked.lengths, results, strict=True)
         ]
         reason = {"reason": inline(_reason(results), plain), "plain": plain(_equation(results[0]))}
@@ -58,8 +66,9 @@ def _setting(checked: Checked) -> str:
 
 
 def _verdict(checked: Checked) -> str:
-    steps = sum(not isinstance(r.step, Comparison) for r in checked.results[0])
-    return f"{steps} steps hold; the largest residual is {checked.largest_residual:.1g} of the largest term."
+    steps = sum(not isinstance(r.step, Comparison) for r in checked.results[0]) - checked.untold
+    said = f", {checked.untold} cannot be told here" if checked.untold else ""
+    return f"{steps} steps hold{said}; the largest residual is {checked.largest_residual:.1g} of the largest term."
 
 
 def _vector(side: np.ndarray) -> str:
@@ -79,7 +88,8 @@ def numbers(result: Result) -> Numbers:
         return [*found, ("apart", _distance(result))]
     if result.step.printed is not None:
         return [*found, ("residual", "within the printed digits")]
-    return [*found, ("residual", f"{result.residual:.1g}")]
+    told = f", told to {result.resolution:.0e} of the sides" if result.resolution > FINE else ""
+    return [*found, ("residual", result.untold or f"{result.residual:.1g}{told}")]
 
 
 def _distance(result: Result) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from klgrad.analysis.derivations.model import Model, forward_kl, reverse_kl
+from klgrad.analysis.derivations.divergences import forward_kl, k3, reverse_kl
+from klgrad.analysis.derivations.model import Model
 from klgrad.analysis.derivations.steps import Comparison, Derivation, Step
-from klgrad.analysis.derivations.terms import PAPER, k3, true
-from klgrad.synth.exact import true_gradient
+from klgrad.analysis.derivations.terms import PAPER, true
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -24,26 +24,34 @@ def _sequence_ratio(m: Model) -> Float[np.ndarray, " M"]:
     return m.rho.prod(axis=1)
 
 
+def _weighted_reward(m: Model) -> Float[np.ndarray, " d"]:
+    """k1 in the reward, with the ratio of the whole sequence."""
+    size = _sequence_ratio(m) * np.abs(m.delta).sum(axis=1)
+    return m.mean_mu((_sequence_ratio(m) * m.delta.sum(axis=1))[:, None] * m.score, size[:, None] * m.score_size)
+
+
 def _live_prefix(m: Model) -> Float[np.ndarray, " d"]:
     """Derivative of E_mu[sum_t rho_1:t k3_t], the ratio differentiated too."""
-
-    def value(log_probs: np.ndarray) -> np.ndarray:
-        ratio = np.exp(np.cumsum(m.taken(log_probs) - m.taken(m.log_mu), axis=1))
-        return np.where(m.mask, ratio * k3(m.log_ratio(log_probs)), 0.0).sum(axis=1)
-
-    return m.mean_mu(m.derivative(value))
+    return _live(m, lambda log_rho: np.cumsum(log_rho, axis=1), np.cumsum(m.score_terms.size, axis=1))
 
 
 def _live_token(m: Model) -> Float[np.ndarray, " d"]:
-    def value(log_probs: np.ndarray) -> np.ndarray:
-        ratio = np.exp(m.taken(log_probs) - m.taken(m.log_mu))
-        return np.where(m.mask, ratio * k3(m.log_ratio(log_probs)), 0.0).sum(axis=1)
+    return _live(m, lambda log_rho: log_rho, m.score_terms.size)
 
-    return m.mean_mu(m.derivative(value))
+
+def _live(m: Model, log_ratio: Callable[[np.ndarray], np.ndarray], scores: np.ndarray) -> Float[np.ndarray, " d"]:
+    """The same with any ratio of log-ratios ``[M, T]``, whose own scores have the size ``[M, T, d]``."""
+
+    def value(log_probs: np.ndarray) -> np.ndarray:
+        return np.where(m.mask, np.exp(log_ratio(m.log_rho(log_probs))) * k3(m.log_ratio(log_probs)), 0.0).sum(axis=1)
+
+    ratio = np.exp(log_ratio(m.log_rho(m.log_policy)))
+    size = np.einsum("mt,mtd->md", ratio * m.k3, scores)
+    return m.mean_mu(m.derivative(value), size + np.einsum("mt,mtd->md", ratio * np.abs(m.excess), m.score_terms.size))
 
 
 def _to_sampler(m: Model) -> Float[np.ndarray, " d"]:
-    return true_gradient(replace(m.pair, reference=m.pair.sampler), [m.length])[0]
+    return m.exact("true_gradient", toward="drift")
 
 
 off_policy = Derivation(
@@ -56,14 +64,14 @@ off_policy = Derivation(
             r"\KL",
             r"Sequences come from $\mu$; the ratio of the whole sequence, $\pi(y)/\mu(y)$, turns their mean into "
             r"one over $\pi$.",
-            (lambda m: m.mean_mu(_sequence_ratio(m) * m.delta.sum(axis=1)), lambda m: m.exact("kl")),
+            (lambda m: m.mean_mu(_sequence_ratio(m) * m.along(m.delta)), lambda m: m.exact("kl")),
         ),
         Step(
             r"\Emu{\rho_{\le T}\,\left(\sum_t \delta_t\right)\score}",
             r"\nabla\KL",
             "k1 in the reward with the sequence ratio is unbiased, at the price of the variance of a product of "
             "T ratios.",
-            (lambda m: m.mean_mu((_sequence_ratio(m) * m.delta.sum(axis=1))[:, None] * m.score), true),
+            (_weighted_reward, true),
             part="reward",
         ),
         Step(
@@ -119,8 +127,8 @@ off_policy = Derivation(
             r"\E{\sum_t k_{3,t}}",
             "A token needs the ratios of its prefix and its own; those of later tokens have mean one.",
             (
-                lambda m: m.mean_mu((_prefix_ratio(m) * m.k3).sum(axis=1)),
-                lambda m: m.mean(m.k3.sum(axis=1)),
+                lambda m: m.mean_mu(m.along(_prefix_ratio(m) * m.k3)),
+                lambda m: m.mean(m.along(m.k3)),
             ),
             part="both",
         ),
@@ -134,7 +142,7 @@ off_policy = Derivation(
                 _live_prefix,
                 lambda m: m.mean_mu(
                     np.einsum("mt,mtd->md", _prefix_ratio(m) * m.k3, np.cumsum(m.scores, axis=1))
-                    + m.weigh(_prefix_ratio(m) * (1 - m.r))
+                    + m.weigh(_prefix_ratio(m) * -m.excess)
                 ),
             ),
             part="both",

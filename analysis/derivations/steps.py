@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from klgrad.analysis.derivations.inputs import EPS
 from klgrad.analysis.derivations.latex import plain
-from klgrad.analysis.derivations.model import COMPLEX_STEP, Model
+from klgrad.analysis.derivations.model import Model
 from klgrad.synth.configurations import PLACEMENTS
 from klgrad.synth.policies import PolicyPair
 
-TOLERANCE = 1e-10
-ROUNDING = 1e-13  # of the largest term: below it a number has no digits
+TOLD = 0.01  # a step whose rounding would hide an error of this share of it says so
 PARTS = {
     "": "",
     "value": "The value",
@@ -61,9 +61,12 @@ class Step(Line):
 
     Args:
         printed: the right side is a published number, rounded there: the sides may differ by this much.
+        zero: the claim is that both sides are zero, for the terms of each cancel: what an error is measured by are
+            the terms.
     """
 
     printed: float | tuple[float, ...] | None = None
+    zero: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,22 +110,65 @@ class Derivation:
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """A step with both sides as numbers; ``residual``: their largest difference over their largest term, ``scale``."""
+    """A step with both sides as numbers.
+
+    Args:
+        gap: the largest difference of the sides.
+        scale: the largest sum of absolute terms that a side is made of.
+        rounding: how far rounding may have carried the two sides apart.
+    """
 
     step: Step | Comparison
     left: np.ndarray
     right: np.ndarray
-    residual: float
+    gap: float
     scale: float
+    rounding: float
+
+    @property
+    def residual(self) -> float:
+        """The largest difference of the sides over their largest term."""
+        return self.gap / self.scale if self.gap else 0.0
 
     @property
     def coincide(self) -> bool:
-        """Whether the sides agree as closely as an equality must."""
-        return self.residual <= TOLERANCE
+        """Whether the sides agree as closely as an equality must: to the rounding of their terms."""
+        return self.gap <= self.rounding  # a NaN does not
+
+    @property
+    def size(self) -> float:
+        """The largest number of the two sides, or of their terms where both are to be zero."""
+        if isinstance(self.step, Step) and self.step.zero:
+            return self.scale
+        return max(_largest(self.left), _largest(self.right))
+
+    @property
+    def resolution(self) -> float:
+        """The smallest share of the sides that an error could have and be seen: twice the rounding, over the size."""
+        return 2 * self.rounding / self.size if self.size else 0.0
+
+    @property
+    def untold(self) -> str:
+        """Why agreement says nothing here, in words; empty where an error of 1 % would be seen.
+
+        The error shows up less what rounding hides of it, and must still be more than rounding: hence twice.
+        """
+        printed = isinstance(self.step, Step) and self.step.printed is not None
+        if printed or self._of_nothing or 2 * self.rounding < TOLD * self.size:
+            return ""
+        if self.size == 0:
+            return "cannot be told here: both sides are exactly zero"
+        hidden = "both sides are below" if self.size <= self.rounding else "1 % of the sides is below"
+        return f"cannot be told in double precision here: {hidden} rounding, {self.rounding:.0e}"
+
+    @property
+    def _of_nothing(self) -> bool:
+        """Zero because there is no term at all, as it is claimed."""
+        return isinstance(self.step, Step) and self.step.zero and self.scale == 0
 
     def vanishes(self, side: np.ndarray) -> bool:
         """Whether a side is nothing but the rounding of its terms."""
-        return float(np.abs(side).max(initial=0.0)) <= ROUNDING * self.scale
+        return _largest(side) <= self.rounding
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,8 +182,18 @@ class Checked:
 
     @property
     def largest_residual(self) -> float:
-        """The largest residual of all steps that claim equality to rounding."""
-        return max(r.residual for each in self.results for r in each if _is_exact(r.step))
+        """The largest residual of all steps that claim equality to rounding, where that can be told."""
+        told = (r for each in self.results for r in each if _is_exact(r.step) and not r.untold)
+        return max((r.residual for r in told), default=0.0)
+
+    @property
+    def untold(self) -> int:
+        """Of how many steps double precision can tell nothing at any of the lengths."""
+        return sum(all(r.untold for r in each) for each in zip(*self.results, strict=True) if _is_exact(each[0].step))
+
+
+def _largest(side: np.ndarray) -> float:
+    return float(np.abs(side[np.isfinite(side)]).max(initial=0.0))
 
 
 def _is_exact(step: Step | Comparison) -> bool:
@@ -146,36 +202,37 @@ def _is_exact(step: Step | Comparison) -> bool:
 
 def evaluate(step: Step | Comparison, model: Model) -> Result:
     """Both sides of one step; no judgement."""
-    model.largest_term = 0.0
+    model.start()
     left, right = (np.asarray(side(model), float) for side in step.evaluate)
     if left.shape != right.shape:
         raise StepFailed(f"{plain(step.left)} has shape {left.shape} and {plain(step.right)} {right.shape}")
     both_infinite = np.isinf(left) & (left == right)
     gap = np.abs(np.where(both_infinite, 0.0, left) - np.where(both_infinite, 0.0, right)).max(initial=0.0)
-    scale = max(float(np.abs(x[np.isfinite(x)]).max(initial=0.0)) for x in (left, right))
-    scale = max(scale, model.largest_term, COMPLEX_STEP)  # below the complex step there is nothing but its rounding
-    return Result(step, left, right, float(gap / scale), scale)
+    scale = max(_largest(left), _largest(right), model.largest_term)
+    # what is in a side that notes no terms, a table or a number, is right to a rounding or two
+    return Result(step, left, right, float(gap), scale, model.rounding + 4 * EPS * max(_largest(left), _largest(right)))
 
 
 def verify(result: Result, where: str) -> Result:
     """The same result.
 
     Raises:
-        StepFailed: when the sides of a step differ by more than 1e-10 of its largest term, or from a published number
-            by more than its rounding.
+        StepFailed: when the sides of a step differ by more than the rounding of their terms, or from a published
+            number by more than its last digit.
     """
     step = result.step
     if isinstance(step, Comparison):
         return result
     holds = (
-        result.coincide  # a NaN does not
+        result.coincide
         if step.printed is None
         else bool((np.abs(result.left - result.right) <= np.asarray(step.printed)).all())
     )
     if not holds:
         raise StepFailed(
             f"{where}: the sides differ in {plain(step.left)} = {plain(step.right)} "
-            f"(left {result.left.tolist()}, right {result.right.tolist()}, residual {result.residual:.3g})"
+            f"(left {result.left.tolist()}, right {result.right.tolist()}, apart {result.gap:.3g}, "
+            f"rounding {result.rounding:.1g})"
         )
     return result
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from klgrad.analysis.derivations.model import forward_kl, reverse_kl
+from klgrad.analysis.derivations.divergences import forward_kl, k3, reverse_kl
 from klgrad.analysis.derivations.steps import Comparison, Derivation, Step
 from klgrad.analysis.derivations.terms import (
     PAPER,
     TOKEN,
     TOKEN_FORWARD,
+    by_prefix,
     in_reward,
-    k3,
     kl_t,
     past,
     through_prefixes,
@@ -90,6 +90,7 @@ decomposition = Derivation(
             "0",
             "Log-ratios of the past are fixed by the prefix, where the score of token $t$ has mean zero.",
             (lambda m: past(m, m.delta), zero),
+            zero=True,
         ),
         Step(
             r"\E{\sum_{u = t} \delta_u\,\scoret}",
@@ -103,7 +104,7 @@ decomposition = Derivation(
             "Replace later log-ratios by their means given their prefix: the future term.",
             (
                 lambda m: m.mean(m.weigh(to_go(m.delta) - m.delta)),
-                lambda m: m.mean(np.einsum("mt,mtd->md", kl_t(m), np.cumsum(m.scores, axis=1) - m.scores)),
+                lambda m: by_prefix(m, kl_t(m)),
             ),
         ),
         Step(

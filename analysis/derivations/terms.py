@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from klgrad.analysis.derivations.model import Model, reverse_kl
+from klgrad.analysis.derivations.divergences import reverse_kl
+from klgrad.analysis.derivations.model import Model
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -39,10 +40,6 @@ def k2(delta: np.ndarray) -> np.ndarray:
     return delta**2 / 2
 
 
-def k3(delta: np.ndarray) -> np.ndarray:
-    return np.exp(-delta) - 1 + delta
-
-
 def true(m: Model) -> Float[np.ndarray, " d"]:
     return m.exact("true_gradient")
 
@@ -52,23 +49,32 @@ def zero(m: Model) -> Float[np.ndarray, " d"]:
 
 
 def in_reward(m: Model, values: Float[np.ndarray, "M T"]) -> Float[np.ndarray, " d"]:
-    return m.mean(values.sum(axis=1)[:, None] * m.score)
+    total = values.sum(axis=1)[:, None]
+    return m.mean(total * m.score, np.abs(values).sum(axis=1)[:, None] * m.score_size)
 
 
 def to_go(values: Float[np.ndarray, "M T"]) -> Float[np.ndarray, "M T"]:
     return np.cumsum(values[:, ::-1], axis=1)[:, ::-1]
 
 
-def probability_gradient(m: Model) -> Float[np.ndarray, "M d"]:
-    return m.derivative(lambda log_probs: np.exp(m.log_prob(log_probs)))
+def through_probability(m: Model, values: Float[np.ndarray, "M T"]) -> Float[np.ndarray, " d"]:
+    """Sum over sequences of nabla pi(y) times the sum of the values."""
+    moved = m.derivative(lambda log_probs: np.exp(m.log_prob(log_probs)))
+    return m.total(m.along(values), moved, m.p[:, None] * m.score_size)
 
 
 def past(m: Model, values: Float[np.ndarray, "M T"]) -> Float[np.ndarray, " d"]:
-    return m.mean(m.weigh(np.cumsum(values, axis=1) - values))
+    return m.mean(m.weigh(np.where(m.mask, np.cumsum(values, axis=1) - values, 0.0)))
+
+
+def by_prefix(m: Model, values: Float[np.ndarray, "M T"]) -> Float[np.ndarray, " d"]:
+    """Mean of the sum over t of a value times the score of its prefix."""
+    before, size = (np.cumsum(x, axis=1) - x for x in (m.scores, m.score_terms.size))
+    return m.mean(np.einsum("mt,mtd->md", values, before), np.einsum("mt,mtd->md", np.abs(values), size))
 
 
 def kl_t(m: Model) -> Float[np.ndarray, "M T"]:
-    return m.at_prefix(reverse_kl(m.log_policy, m.log_reference).sum(axis=1))
+    return m.at_prefix(reverse_kl(m.log_policy, m.tables.delta.value).sum(axis=1))
 
 
 def through_prefixes(m: Model) -> Float[np.ndarray, " d"]:
@@ -82,4 +88,5 @@ def through_prefixes(m: Model) -> Float[np.ndarray, " d"]:
         rest = m.log_prob(m.log_policy)[:, None] - (np.cumsum(m.taken(m.log_policy), axis=1) - m.taken(m.log_policy))
         return (np.exp(before + rest) * frozen).sum(axis=1)
 
-    return m.total(np.ones(len(m.p)), m.derivative(weighted))
+    size = m.p[:, None] * np.einsum("mt,mtd->md", frozen, np.cumsum(m.score_terms.size, axis=1))
+    return m.total(np.ones(len(m.p)), m.derivative(weighted), size)

@@ -117,8 +117,8 @@ def store_of(
     for array in (task.reward.edge, task.reward.terminal, task.out_of_domain.edge, task.out_of_domain.terminal, start):
         digest.update(np.ascontiguousarray(array, float).tobytes())
     penalties = content(_apart(), [run.penalty for run in runs if run.penalty is not None])
-    numbers = (fingerprint(task.pair), digest.hexdigest(), penalties, arithmetic())
-    request = (FORMAT, *numbers, task.length, steps, expected, list(runs))
+    told = (penalties, task.length, steps, expected, list(runs), arithmetic())
+    request = (FORMAT, fingerprint(task.pair), digest.hexdigest(), *told)
     return store / hashlib.sha256(repr(request).encode()).hexdigest()[:16]
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from klgrad.analysis.intervals import bias_interval, variance_interval
+from klgrad.analysis.intervals import bias_interval, low_end, variance_interval
 
 PROBLEMS = 4000
 
@@ -51,3 +51,35 @@ def test_variance_interval_is_the_chi_squared_one_for_a_scalar_gaussian():
     chi = stats.chi2(trials - 1)
     assert low[0] == pytest.approx(3.0 * (trials - 1) / chi.ppf(0.975))
     assert high[0] == pytest.approx(3.0 * (trials - 1) / chi.ppf(0.025))
+
+
+@pytest.mark.parametrize("relative", [0.01, 0.5, 3.0, 1000.0, np.inf])
+def test_the_low_end_holds_on_the_worst_law_and_not_by_a_margin(relative):
+    """Two values with mean 1: Cantelli's worst law for that relative variance, and Markov's, which needs a larger one.
+
+    The higher comes with a probability of just the tail, 0.025; a bound 1 % nearer would be passed by both.
+    """
+    tail = 0.025
+    cantelli, markov = 1 + np.sqrt(relative * (1 - tail) / tail), 1 / tail
+    if cantelli <= markov:
+        low = 1 - tail / (1 - tail) * (cantelli - 1)
+        assert tail * cantelli + (1 - tail) * low == pytest.approx(1)
+        assert tail * cantelli**2 + (1 - tail) * low**2 - 1 == pytest.approx(relative)
+    value = min(cantelli, markov)
+    assert low_end(np.array([value]), np.array([relative]))[0] == pytest.approx(1)  # the true variance
+    assert low_end(np.array([0.0]), np.array([relative]))[0] == 0
+
+
+@pytest.mark.parametrize("relative", [0.02, 0.1, 0.2, 1 / 3, 1.0])
+def test_what_matching_two_moments_costs_at_worst(relative):
+    """One outcome alone carries the variance, its number Poisson: the least coverage over that number's mean.
+
+    0.84 up to where tables still give an upper end, a relative variance of a third; past it that falls, to 0.6 at 1.
+    """
+    worst = 1.0
+    for expected in np.geomspace(1e-3, 1 / relative, 400):  # more than 1 / relative would leave less than nothing
+        size, number = np.sqrt(relative / expected), np.arange(400)
+        measured = np.maximum(1 - expected * size, 1e-12) + size * number
+        low, high = variance_interval(measured, np.full(400, relative))
+        worst = min(worst, stats.poisson(expected).pmf(number)[(low <= 1) & (high >= 1)].sum())
+    assert worst > 0.83 if relative <= 1 / 3 else worst < 0.7

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from klgrad.analysis.composition import read
 from klgrad.analysis.findings import _reaches
 from klgrad.analysis.libraries import libraries, library
 from klgrad.analysis.lint import active, lint, numbers
 from klgrad.analysis.recipes import expected, parse_recipe
-from klgrad.analysis.settings import read
 from klgrad.synth.estimators import estimator
 from klgrad.synth.exact import true_gradient
 from klgrad.synth.presets import preset
@@ -171,16 +171,52 @@ def test_what_verl_does_not_implement_is_refused(value):
 @pytest.mark.parametrize(
     ("text", "says", "hint"),
     [
-        ("algorithm.kl_coef=0.1", "was ignored", "did you mean algorithm.kl_ctrl.kl_coef?"),
-        ("actor_rollout_ref.actor.use_kl_los=True", "no setting of verl 0.9.1", "use_kl_loss?"),
-        ("reward.kl_thing=1", "was ignored", ""),
+        ("algorithm.kl_coef=0.1", "is no setting of verl 0.9.1", "did you mean algorithm.kl_ctrl.kl_coef?"),
+        ("actor_rollout_ref.actor.use_kl_los=True", "is no setting of verl 0.9.1", "use_kl_loss?"),
+        ("actor.use_kl_los=True", "is no setting of verl 0.9.1", "use_kl_loss?"),
+        ("reward.kl_thing=1", "it speaks of the KL", ""),
+        ("trainer.reference_decay=0.9", "it speaks of the KL", ""),
+        ("trainer.my_beta=0.9", "it speaks of the KL", ""),
+        ("trainer.drift_penalty=0.9", "it speaks of the KL", ""),
     ],
 )
-def test_unknown_kl_settings_are_warned_of(text, says, hint):
-    finding = said(report(text, "verl"), "unknown-key")
-    assert finding.level == "warning"
+def test_a_verdict_does_not_stand_on_unknown_settings_about_the_kl(text, says, hint):
+    found = report(text, "verl")
+    finding = said(found, "unknown-key")
+    assert found.open
+    assert finding.level == "open"
     assert says in finding.message
     assert hint in finding.message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "reward.kl_thing=0", "reward.kl_thing=null", "reward.kl_thing=False", "rollout.repetition_penalty=1.1",
+        "reward.overlong_penalty=1", "optim.betas=1", "optim.beta1=0.9", "trainer.project_name=kl_study", "x.prefer=1",
+        "actor_rollout_ref.actor.policy_loss.kl_cov_ratio=0.1", "actor_rollout_ref.ref.log_prob_micro_batch_size=1",
+    ],
+)  # fmt: skip
+def test_what_is_off_or_about_something_else_leaves_the_verdict(text):
+    assert [f.id for f in report(text, "verl").findings] == ["no-penalty"]
+
+
+def test_a_common_last_name_elsewhere_is_not_ours():
+    found = report("name=run logger.name=x", "nemo-rl")
+    assert "read-as" not in {f.id for f in found.findings}
+    other = report("optimizer.beta=0.9", "trl-grpo")
+    assert other.open
+    assert other.resolution.values["beta"] == 0
+
+
+def test_a_near_miss_of_a_whole_setting_is_told_and_a_last_name_in_common_is_none():
+    found = report("algorithm.adv_estimater=grpo", "verl")
+    assert said(found, "unknown-key").level == "warning"
+    assert "did you mean algorithm.adv_estimator?" in said(found, "unknown-key").message
+    shared = (
+        "actor_rollout_ref.rollout.val_kwargs.n=4 critic.loss_agg_mode=token-mean actor_rollout_ref.model.lora.type=x"
+    )
+    assert {f.id for f in report(shared + " logger.type=x other.gamma=1", "verl").findings} == {"no-penalty"}
 
 
 def test_settings_that_are_not_read_are_named_and_left_alone():
@@ -193,6 +229,7 @@ def test_settings_that_are_not_read_are_named_and_left_alone():
 
 def test_unknown_values_and_shorter_names_are_told():
     found = report("algorithm.use_kl_in_reward=True algorithm.kl_penalty=k5 rollout.n=8", "verl")
+    assert found.open
     assert "k5 is no value" in said(found, "unknown-value").message
     assert "its default kl is assumed" in said(found, "unknown-value").message
     assert said(found, "read-as").message == "rollout.n is read as actor_rollout_ref.rollout.n"
@@ -253,6 +290,14 @@ EXPECTED = {
     "tunix-ppo": [("sequence", []), ("other", ["biased-in-reward"]), ("other", ["k3-in-reward"])],
     "unsloth": [("token", []), ("other", ["geometric-ratio"]), ("none", [])],
     "verl": [("sequence", []), ("other", ["k3-in-reward"]), ("none", [])],
+    "easyr1": [("sequence", []), ("other", ["k3-in-reward"]), ("scaled-sequence", [])],
+    "search-r1": [("sequence", []), ("zero", ["zero-gradient"]), ("sequence", [])],
+    "axolotl": [("token", []), ("other", ["geometric-ratio"]), ("none", [])],
+    "cosmos-rl": [("token", []), ("other", ["wrong-sign"]), ("none", [])],
+    "tinker-cookbook": [("token", []), ("other", ["wrong-sign"]), ("none", [])],
+    "trinity-rft": [("token", []), ("zero", ["zero-gradient"]), ("token", [])],
+    "miles": [("sequence", []), ("none", ["not-applied"]), ("none", [])],
+    "ms-swift-ppo": [("sequence", []), ("wrong-sign", ["wrong-sign"]), ("sequence", [])],
 }
 
 

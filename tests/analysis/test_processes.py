@@ -22,6 +22,7 @@ def test_every_job_is_done_once_and_kept():
     kept = {}
     found = dict(in_processes([partial(pow, 2, i) for i in range(5)], 2, kept.__setitem__))
     assert found == kept == {i: 2**i for i in range(5)}
+    assert list(in_processes([], 2)) == []
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, GeneratorExit])

@@ -6,11 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 from strategies import truncated_k3
 
 from klgrad.analysis import results
+from klgrad.analysis.montecarlo import Simulation, simulate
+from klgrad.synth import fourth
+from klgrad.synth.automata import markov
 from klgrad.synth.configurations import Configuration, parse
 from klgrad.synth.exact import kl, true_gradient
+from klgrad.synth.moments import full_fits, moments
+from klgrad.synth.policies import PolicyPair, log_softmax, tabular
 from klgrad.synth.presets import preset
 
 NAMES = ["k1-in-reward", "k1-in-loss", "k3-in-reward", "k3-in-loss", "k3-in-both", "k1-in-reward+loo"]
@@ -76,6 +82,120 @@ def test_intervals_hold_the_exact_values_at_about_their_level():
             seen.append(((mc[f"{name}_low"] <= exact[name] + 1e-9) & (exact[name] <= mc[f"{name}_high"])).mean())
     assert np.mean(hit["bias"]) > 0.85
     assert np.mean(hit["variance"]) > 0.80
+
+
+# ------------------------------------------------------------------------------------- coverage of the variance
+
+NAMED = ["k1-in-reward", "k1-in-loss", "k1-in-reward+loo", "k1-in-reward+loo=10", "k3-in-reward", "k3-in-loss"]
+NAMED += ["k3-in-both+rtg", "k2-in-both+mean-baseline", "k3-in-both+optimal-baseline"]
+STALE = [f"{name}+prefix-ratio" for name in NAMED if "loo=" not in name]
+
+
+def coverage(name, names, lengths, trials, samples, repeats, monkeypatch, *, blind=False):
+    """Per configuration and length: the share of intervals that hold the exact variance, and what they are from.
+
+    ``blind`` hides the fourth moments.
+    """
+    pair, chosen = preset(name, max(lengths)), [parse(text) for text in names]
+    full = full_fits(pair) and pair.policy.parameters <= 64
+    exact = moments(pair, chosen, lengths, covariance="full" if full else "trace", samples=samples)
+    cumulants = results.fourth_cumulants(pair, exact, lengths, samples)
+    if blind:
+        cumulants = cumulants._replace(kappa=np.full_like(cumulants.kappa, np.nan))
+    monkeypatch.setattr(results, "fourth_cumulants", lambda *_: cumulants)  # the same each time
+    drawn = simulate(pair, chosen, lengths, trials=trials * repeats, samples=samples, seed=7)
+    truth, kls, hits, kinds = true_gradient(pair, lengths), kl(pair, lengths), [], []
+    for k in range(repeats):
+        part = slice(k * trials, (k + 1) * trials)
+        one = Simulation([g[part] for g in drawn.gradients], [v[part] for v in drawn.estimates], drawn.sampler)
+        rows = results._monte_carlo_rows(pair, exact, lengths, kls, truth, np.zeros(len(lengths)), one, trials, samples)
+        size = [results._trace(m, i) for m in exact for i in range(len(lengths))]
+        hits.append([row["variance_low"] <= s <= row["variance_high"] for row, s in zip(rows, size, strict=True)])
+        kinds.append([row["variance_interval"] for row in rows])
+    assert all(kind == kinds[0] for kind in kinds), "it depends on what was drawn"
+    asked = [f"{text} at {length}" for text in names for length in lengths]
+    return dict(zip(asked, zip(np.mean(hits, axis=0), kinds[0], strict=True), strict=True))
+
+
+def assert_covered(found, repeats, rows):
+    """0.95, less three binomial standard errors and the same for each more row that is looked at.
+
+    The least of R rows that all cover 0.95 is 3 standard errors down once in 740 / R times; z is set for the same
+    false alarm whatever R, 0.0013. Rows of one pair share their sequences: that makes alarms rarer.
+    """
+    z = stats.norm.isf(stats.norm.sf(3) / rows)
+    least = 0.95 - z * np.sqrt(0.95 * 0.05 / repeats)
+    assert {name: at for name, at in found.items() if at[0] < least} == {}
+
+
+@pytest.mark.parametrize(("name", "names"), [("far", NAMED[:6:2]), ("ending", NAMED[:6:2]), ("stale", STALE[:6:2])])
+def test_small_protocols_cover_the_exact_variance(name, names, monkeypatch):
+    found = coverage(name, names, [5], 20, 50, 200, monkeypatch)
+    assert_covered(found, 200, len(found))
+    assert {kind for _, kind in found.values()} <= {"fourth moment", "low end"}
+
+
+def test_the_trials_own_spread_would_fail_the_same_count(monkeypatch):
+    """The negative control: what a tail was not drawn in does not show its width either."""
+    ((share, kind),) = coverage("ending", ["k1-in-reward"], [8], 50, 100, 200, monkeypatch, blind=True).values()
+    assert kind == "sampled"
+    assert share < 0.75
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "names", "lengths", "trials", "samples", "repeats"),
+    [
+        ("near", NAMED, [5, 20], 50, 100, 1000),
+        ("far", NAMED, [5, 20], 50, 100, 1000),
+        ("ending", NAMED, [8, 20], 50, 100, 1000),
+        ("stale", STALE, [5, 10], 50, 100, 1000),
+        ("drift", NAMED, [1, 5], 50, 100, 1000),
+        ("counts", NAMED, [8], 50, 100, 400),
+        ("handbook", NAMED, [1], 50, 100, 1000),
+        ("words", NAMED[:-1], [3, 8], 50, 100, 200),
+        ("far", NAMED, [5, 20], 200, 1000, 300),
+        ("ending", NAMED, [8, 20], 200, 1000, 300),
+        ("far", NAMED, [5, 20], 10, 20, 2000),
+        ("ending", NAMED, [8, 20], 5, 10, 2000),
+    ],
+)
+def test_every_protocol_covers_the_exact_variance(name, names, lengths, trials, samples, repeats, monkeypatch):
+    found = coverage(name, names, lengths, trials, samples, repeats, monkeypatch)
+    for who, (share, kind) in found.items():
+        print(f"{name:8} {trials:3} x {samples:4} {who:34} {kind:14} {share:.3f}")
+    assert_covered(found, repeats, len(found))
+
+
+def test_the_variance_that_was_reported_as_covered_too_little_has_a_low_end_and_a_reason():
+    frame = results.compare(
+        preset("ending", 8), [parse("k1-in-reward"), parse("k1-in-loss")], [8], trials=50, samples=100
+    )
+    tail, mild = (rows(frame, "monte_carlo").loc[(name, 8)] for name in ("k1-in-reward", "k1-in-loss"))
+    assert (tail.variance_interval, tail.variance_high) == ("low end", np.inf)
+    assert 0 < tail.variance_low < rows(frame, "exact").loc[("k1-in-reward", 8)].variance
+    assert (mild.variance_interval, np.isfinite(mild.variance_high)) == ("fourth moment", True)
+    (sentence,) = results.short_of_variance(frame)
+    assert sentence.startswith("ending: k1-in-reward at T = 8: no upper end of the variance's interval")
+    assert results.short_of_variance(rows(frame, "exact").reset_index()) == []
+
+
+def test_a_tail_that_was_never_drawn_does_not_make_the_variance_zero():
+    """A token of probability 1e-9 carries the variance; four sequences do not have it. The old interval was [0, 0]."""
+    automaton = markov(2, 0)
+    pair = PolicyPair(automaton, tabular(automaton, np.array([[20.7, 0.0]])), log_softmax(np.array([[20.7, 0.0]])))
+    found = results.compare(pair, [parse("abs-in-reward"), parse("k1-in-loss")], [1], trials=2, samples=2)
+    mc = found[(found.source == "monte_carlo") & (found.configuration == "k1-in-loss")].iloc[0]
+    assert (mc.variance_low, mc.variance_high, mc.variance_interval) == (pytest.approx(0), np.inf, "low end")
+
+
+def test_where_the_fourth_moment_is_out_of_reach_the_table_says_so(monkeypatch):
+    nothing = fourth.Cumulants(np.full((1, 1), np.nan), np.array([False]))
+    monkeypatch.setattr(results, "fourth_cumulants", lambda *_: nothing)
+    frame = results.compare(preset("near"), [parse("k1-in-reward")], [5], trials=50, samples=100)
+    assert frame.variance_interval.tolist() == ["exact", "sampled"]
+    (sentence,) = results.short_of_variance(frame)
+    assert sentence.startswith("near: k1-in-reward at T = 5: the variance's interval is from the trials alone")
 
 
 def test_wide_pairs_use_the_sampled_covariance():

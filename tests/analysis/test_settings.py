@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from klgrad.analysis.settings import plain, read
+from klgrad.analysis.composition import read
+from klgrad.analysis.settings import plain
 
 NESTED = {"a": {"use_kl": True, "coef": 0.001, "kind": "k1", "off": None}, "n": 8}
 FLAT = {"a.use_kl": True, "a.coef": 0.001, "a.kind": "k1", "a.off": None, "n": 8}

@@ -61,3 +61,22 @@ def test_an_unknown_name_is_bad_use():
     done = run("varl")
     assert done.exit_code == 2
     assert "did you mean 'verl'" in done.output
+
+
+def test_lists_of_settings_against_the_installed_source(monkeypatch):
+    from klgrad.analysis import keylists
+
+    source = keylists.SOURCES[0]
+    found = keylists.Comparison(source, "9.9", ("a", "new"), ("new",), ("old",))
+    monkeypatch.setattr(keylists, "compare", lambda names: iter([found, (keylists.SOURCES[1], "not installed")]))
+    done = CliRunner().invoke(cli.main, ["audit", "--keys"])
+    assert done.exit_code == 1
+    assert f"{source.name}: differs, 2 settings in 9.9\n  + new\n  - old\n" in done.output
+    assert f"{keylists.SOURCES[1].name}: not installed" in done.output
+    written = []
+    monkeypatch.setattr(keylists, "write", lambda *arguments: written.append(arguments))
+    assert CliRunner().invoke(cli.main, ["audit", "--keys", "--write"]).exit_code == 0
+    assert written == [(source, "9.9", ("a", "new"))]
+    bad = CliRunner().invoke(cli.main, ["audit", "--write"])
+    assert bad.exit_code == 2
+    assert "give --keys with it" in bad.output

@@ -52,23 +52,25 @@ def test_a_built_in_passes_or_fails_by_its_name():
     failed = run("k3-in-loss")
     assert failed.exit_code == 1
     assert "forward KL" in failed.output
-    assert failed.output.splitlines()[-1] == "FAIL  k3-in-loss: 1 error"
+    assert failed.output.splitlines()[0] == "FAIL  k3-in-loss: loss FAIL: token-forward"
     assert run("k3-in-loss", "--target", "token-forward").exit_code == 0
 
 
 def test_a_file_is_checked(code):
-    done = run(f"{code}:penalty")
+    done = run(f"{code}:penalty", "--placement", "reward")
     assert done.exit_code == 0, done.output
-    assert "PASS" in done.output.splitlines()[-1]
+    assert done.output.startswith("PASS")
     assert run(f"{code}:penalty", "--placement", "loss").exit_code == 1
     assert run(f"{code}:flipped").exit_code == 1
-    assert run(f"{code}:flipped", "--returns", "reward").exit_code == 0
-    assert run(f"{code}:odd", "--map", "mine=log_probs", "--arg", "scale=1.0").exit_code == 0
+    assert run(f"{code}:flipped", "--returns", "reward", "--placement", "reward").exit_code == 0
+    odd = ("--map", "mine=log_probs", "--arg", "scale=1.0", "--placement", "both")
+    assert run(f"{code}:odd", *odd).exit_code == 0
 
 
 def test_json_carries_everything(code):
     data = json.loads(run(f"{code}:k3", "--json").output)
-    assert data["passed"]
+    assert not data["passed"]  # the placements differ, and none was asked for
+    assert data["gives_target"] == ["both"]
     assert data["gradient"]["loss"]["verdict"] == "token-forward"
     assert data["gradient"]["both"]["verdict"] == "sequence"
     assert data["function"].endswith("my_kl.py:k3")
@@ -77,7 +79,9 @@ def test_json_carries_everything(code):
 def test_quiet_prints_the_verdict_alone(code):
     done = run(f"{code}:k3", "-q")
     assert len(done.output.splitlines()) == 1
-    assert done.output.startswith("PASS")
+    assert done.output.startswith("FAIL")
+    assert "reward FAIL: sequence - token-forward · loss FAIL: token-forward · both PASS" in done.output
+    assert run(f"{code}:k3", "-q", "--placement", "both").output.startswith("PASS")
 
 
 def test_a_traceback_is_shown_on_request(code):

@@ -74,6 +74,22 @@ def test_an_error_adds_its_column_to_any_table():
     assert " 291 " in sampled
 
 
+def test_a_variance_without_an_upper_end_comes_with_its_reason():
+    asked = ("--preset", "ending", "--lengths", "8", "--config", "k1-in-reward", "--config", "k1-in-loss")
+    asked = (*asked, "--trials", "50", "--samples", "100")
+    done = run(*asked)
+    endless, mild = (line for line in done.stdout.splitlines() if "monte carlo" in line)
+    assert ", -]" in endless
+    assert ", -]" not in mild
+    assert done.stderr.startswith("note: ending: k1-in-reward at T = 8: no upper end of the variance's interval")
+    assert len(done.stderr.splitlines()) == 1
+    assert run(*asked, "--quiet").stderr == ""
+    rows = json.loads(run(*asked, "--json").stdout)
+    assert [row["variance_interval"] for row in rows] == ["exact", "exact", "low end", "fourth moment"]
+    assert [row["variance_high"] is None for row in rows] == [False, False, True, False]
+    assert run(*asked, "--exact-only").stderr == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -84,6 +84,50 @@ def test_a_step_that_does_not_hold_stops_with_exit_code_1(monkeypatch):
     assert done.stdout == ""
 
 
+@pytest.fixture
+def close(tmp_path):
+    """Policy logits (0, 0.5), the reference's 1e-4 from them."""
+    path = tmp_path / "close.npz"
+    rows = {"policy_logits": [[0.0, 0.5]], "reference_logits": [[1e-4, 0.5]]}
+    np.savez(path, next_context=[[0, 0]], start=0, end=-1, **rows)
+    return ["--pair", str(path)]
+
+
+@pytest.mark.parametrize("name", [name for name, d in DERIVATIONS.items() if not (d.off_policy or d.fixed)])
+def test_derivations_hold_next_to_the_reference(name, close):
+    done = run(name, *close, "--lengths", "1,3")
+    assert done.exit_code == 0, done.output
+    assert "steps hold" in done.stdout
+
+
+@pytest.mark.parametrize("formula", ["r*log(r)-(r-1)", "r - 1 - log(r)", "(r-1)*log(r)"])
+def test_formulas_hold_next_to_the_reference(formula, close):
+    done = run("--phi", formula, *close, "--lengths", "1,3")
+    assert done.exit_code == 0, done.output
+
+
+def test_a_step_beyond_double_precision_says_so_and_stops_nothing(tmp_path):
+    path = tmp_path / "at.npz"
+    np.savez(path, next_context=[[0, 0]], start=0, end=-1, policy_logits=[[0.0, 0.5]], reference_logits=[[0.0, 0.5]])
+    done = run("k1", "--pair", str(path))
+    assert done.exit_code == 0, done.output
+    assert "cannot be told" in done.stdout
+    sides = [
+        side for step in json.loads(run("k1", "--pair", str(path), "--json").stdout)["steps"] for side in step["sides"]
+    ]
+    assert any("cannot be told" in side["untold"] for side in sides)
+
+
+def test_a_formula_past_the_largest_double_is_one_sentence(tmp_path):
+    path = tmp_path / "apart.npz"
+    np.savez(path, next_context=[[0, 0]], start=0, end=-1, policy_logits=[[9.0, 0.0]], reference_logits=[[0.0, 9.0]])
+    assert run("--phi", "exp(r)", "--pair", str(path), "--placement", "loss").stderr.count("which this pair meets") == 1
+    done = run("--phi", "exp(r)", "--pair", str(path))
+    assert done.exit_code == 1
+    assert "exp(r) is inf in double precision at r = 8103, which this pair meets" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_an_estimator_of_ones_own():
     done = run("--phi", "r - 1 - log(r)", "--preset", "near")
     assert done.exit_code == 0, done.output

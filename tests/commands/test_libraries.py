@@ -32,7 +32,7 @@ def test_json():
 def test_one_library_in_markdown_and_latex():
     markdown = run("tunix-grpo", "--format", "markdown").output.splitlines()
     assert len(markdown) == 3
-    assert markdown[2].startswith("| tunix-grpo | Tunix GRPO | 0.1.7 | zero, provided")
+    assert markdown[2].startswith("| tunix-grpo | Tunix GRPO | 0.1.7 | run, 2026-06 | zero, provided")
     latex = run("tunix-grpo", "--format", "latex").output
     assert r"kl\_loss\_mode=mse\_kl" in latex
     assert latex.count(r"\\") == 2

@@ -75,11 +75,11 @@ def write_titled(page, folder):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A reader's working folder: with a penalty and a pair, which pages speak of without showing them."""
+    """A reader's working folder: with the examples and a pair, which pages speak of without showing it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.delitem(sys.modules, "my_kl", raising=False)  # that of another page
-    (tmp_path / "my_kl.py").write_text("def penalty(logp, ref_logp):\n    return logp - ref_logp\n")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")  # commands are those of somebody in the repository
     logits = {"policy_logits": [[0.0, 1.0]], "reference_logits": [[0.0, 0.0]]}
     np.savez("mine.npz", next_context=[[0, 0]], start=0, end=-1, **logits)
     return tmp_path

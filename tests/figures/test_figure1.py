@@ -204,6 +204,19 @@ def test_values_that_are_not_finite_are_left_out_and_named(frame):
     assert "not drawn there: k1-in-loss, k3-in-loss." in figure1_caption(broken)
 
 
+def test_a_variance_without_an_upper_end_has_a_bar_to_the_top_and_the_caption_says_why(frame):
+    endless = frame.reset_index(drop=True)
+    at = (endless.length == 8) & (endless.configuration == "k1-in-loss") & (endless.source == "monte_carlo")
+    endless.loc[at, "variance_high"] = np.inf
+    figure = figure1(endless)
+    figure.draw_without_rendering()
+    axes = figure.axes[1]
+    low = endless.loc[at & (endless.preset == "near"), "variance_low"].item()
+    np.testing.assert_array_equal(bars(axes, "k1-in-loss")[-1][:, 1], [low, axes.get_ylim()[1]])
+    assert "A bar to the top has no upper end" in figure1_caption(endless)
+    assert "A bar to the top has no upper end" not in figure1_caption(frame)
+
+
 def test_a_frame_without_finite_values_says_so(frame):
     columns = [name for name in frame if name.startswith(("bias", "variance"))]
     figure = figure1(frame.assign(**dict.fromkeys(columns, np.nan)))

@@ -6,7 +6,7 @@ import pytest
 from klgrad.figures.libraries import FORMATS, libraries
 
 ROW = {
-    "name": "mine-grpo", "library": "Mine & Co", "version": "1.0", "default": "sequence / E|y|",
+    "name": "mine-grpo", "library": "Mine & Co", "version": "1.0", "read": "run, 2026-09", "default": "sequence / E|y|",
     "switched_on": "sequence / E|y|", "settings": "use_kl=true, kind=k1", "verdict": "sequence", "cannot": "",
 }  # fmt: skip
 FRAME = pd.DataFrame([ROW, {**ROW, "library": "Other", "switched_on": "zero", "settings": "", "cannot": "anything"}])
@@ -22,7 +22,7 @@ def test_text():
 def test_markdown_has_one_row_each_and_bars_that_are_no_columns():
     lines = libraries(FRAME, "markdown").splitlines()
     assert len(lines) == 4
-    assert all(line.replace(r"\|", "").count("|") == 9 for line in lines)
+    assert all(line.replace(r"\|", "").count("|") == 10 for line in lines)
 
 
 def test_latex_is_escaped():

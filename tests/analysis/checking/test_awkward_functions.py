@@ -135,7 +135,7 @@ def test_an_interrupt_is_the_users():
 
 
 def test_what_it_prints_is_told_once(capsys):
-    report = check(after(lambda a, b: print("shape", a.shape, file=sys.stderr)))
+    report = check(after(lambda a, b: print("shape", a.shape, file=sys.stderr)), placement="reward")
     assert report.passed
     assert [f.message for f in report.of("function")] == ["it prints, first: 'shape torch.Size([7, 4])'"]
     captured = capsys.readouterr()
@@ -297,12 +297,12 @@ def numpy_in_float16(logp, ref_logp):
     ],
 )
 def test_lower_precision_is_said_and_is_no_fault(function, precision):
+    assert check(function, placement="reward").passed
     report = check(function)
-    assert report.passed, str(report)
     assert report.gives == ["reward", "both"]
     assert report.gradient["loss"]["verdict"] == "zero"
     assert f"computes in {precision} precision" in report.of("function")[0].message
-    assert not any("clamp" in f.message for f in report.findings)
+    assert not any("clamp leaves" in f.message for f in report.findings)
 
 
 def test_a_coarse_precision_hides_no_factor():
@@ -337,7 +337,7 @@ def test_a_surrogate_per_token_is_not_held_to_its_value():
 
     for placement in (None, "loss"):
         report = check(surrogate, placement=placement)
-        assert report.passed, str(report)
+        assert report.passed is (placement == "loss"), str(report)
         assert report.gives == ["loss"]
     assert any("surrogate" in f.message for f in report.of("value", "info"))
     assert report.of("variance", "warning") == []

@@ -18,8 +18,8 @@ from toys import (
 )
 
 from klgrad.analysis import check
-from klgrad.analysis.checking.invariance import probe
 from klgrad.analysis.checking.models import model
+from klgrad.analysis.checking.probing import probe
 from klgrad.analysis.checking.subject import function_subject
 from klgrad.synth.enumeration import rows_of
 

@@ -20,8 +20,8 @@ from toys import (
 )
 
 from klgrad.analysis import check
-from klgrad.analysis.checking.invariance import probe
 from klgrad.analysis.checking.models import model
+from klgrad.analysis.checking.probing import probe
 from klgrad.analysis.checking.subject import function_subject
 from klgrad.synth import exact
 from klgrad.synth.configurations import parse
@@ -89,7 +89,7 @@ def test_b01_the_number():
     report = check(flipped, placement="reward", sections=("value", "gradient"))
     assert report.value["expected"] == pytest.approx(-report.value["kl"])
     assert "flip its sign" in report.of("value", "error")[0].message
-    assert check(flipped, returns="reward", sections=("value", "gradient")).passed
+    assert check(flipped, returns="reward", placement="reward", sections=("value", "gradient")).passed
 
 
 @torch.no_grad()

@@ -12,8 +12,8 @@ from kl_terms import k1, k1_by_sequence, k2, k3, masked
 from toys import by_hand, categorical, expected_gradient, expected_value, logit, one_token, value_of
 
 from klgrad.analysis import check
-from klgrad.analysis.checking.invariance import probe
 from klgrad.analysis.checking.models import model
+from klgrad.analysis.checking.probing import probe
 from klgrad.analysis.checking.subject import function_subject
 from klgrad.synth import exact
 

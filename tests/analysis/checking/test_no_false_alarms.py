@@ -72,13 +72,16 @@ def test_a_right_term_passes_everything(name, placement, target, how):
 
 
 def reinforce(logp, ref_logp, mask, beta):
+    if beta == 0:
+        return 0.0 * masked(mask, logp).sum()
     k = masked(mask, logp - ref_logp).detach().sum(-1)
     return beta * (k * masked(mask, logp).sum(-1)).mean()
 
 
 def ppo_kl_in_reward(logp, ref_logp, old_logp, mask, rewards, kl_coef):
     """Whole-reply advantages, clipped; on-policy every ratio is 1."""
-    advantage = (rewards - kl_coef * masked(mask, old_logp - ref_logp).sum(-1))[:, None]
+    paid = kl_coef * masked(mask, old_logp - ref_logp).sum(-1) if kl_coef else 0.0  # no KL, however large, at 0
+    advantage = (rewards - paid)[:, None]
     ratio = masked(mask, logp - old_logp).exp()
     return -masked(mask, torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)).sum(-1).mean()
 
@@ -88,11 +91,12 @@ def grpo_k3_in_loss(logp, ref_logp, old_logp, mask, advantages, beta, clip=0.2):
     ratio = masked(mask, logp - old_logp).exp()
     policy = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
     delta = masked(mask, logp - ref_logp)
-    return masked(mask, beta * (torch.expm1(-delta) + delta) - policy).sum(-1).mean()
+    kl = beta * (torch.expm1(-delta) + delta) if beta else torch.zeros_like(delta)
+    return masked(mask, kl - policy).sum(-1).mean()
 
 
 def rloo(logp, ref_logp, old_logp, mask, rewards, beta):
-    reward = rewards - beta * masked(mask, old_logp - ref_logp).sum(-1)
+    reward = rewards - (beta * masked(mask, old_logp - ref_logp).sum(-1) if beta else 0.0)
     others = (reward.sum() - reward) / max(len(reward) - 1, 1)
     return -((reward - others) * masked(mask, logp).sum(-1)).mean()
 
@@ -101,7 +105,8 @@ def full_vocabulary(logits, ref_logits, mask, beta):
     a, b = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     possible = (a > -torch.inf) & (b > -torch.inf)
     a, b = (masked(possible, x) for x in (a, b))
-    return beta * masked(mask, masked(possible, a.exp() * (a - b)).sum(-1)).sum(-1).mean()
+    kl = masked(mask, masked(possible, a.exp() * (a - b)).sum(-1)).sum(-1).mean()
+    return beta * kl if beta else 0.0 * logits.sum()
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def test_the_users_traceback_is_kept_for_verbose():
 
 
 def test_prints_are_kept_from_the_terminal(capsys):
-    report = check(prints)
+    report = check(prints, placement="reward")
     assert report.passed
     assert capsys.readouterr().out == ""
     assert any("debugging" in f.message for f in report.of("function"))
@@ -232,7 +232,7 @@ def test_two_parameters_for_one_thing_are_told_apart():
 
     with pytest.raises(ValueError, match="logp and log_probs would both be given log_probs"):
         check(both)
-    assert check(both, mapping={"log_probs": "behaviour"}, sections=("gradient",)).passed
+    assert check(both, placement="reward", mapping={"log_probs": "behaviour"}, sections=("gradient",)).passed
 
 
 def test_every_spelling_means_one_thing():
@@ -302,17 +302,21 @@ def test_a_log_ratio_says_which_way_round_it_was_given():
     def schulman(logr):
         return torch.exp(torch.as_tensor(logr)) - 1 - logr
 
-    report = check(schulman)
+    report = check(schulman, placement="both")
     assert report.passed
     assert any("log pi_ref / pi" in f.message for f in report.of("function"))
 
 
 def test_a_clamp_of_the_drifted_context_is_not_outweighed():
-    def wide(log_probs, ref_log_probs):
-        return torch.clamp(torch.as_tensor(log_probs - ref_log_probs), -3, 3)
+    def within(bound):
+        def wide(log_probs: torch.Tensor, ref_log_probs):
+            return torch.clamp(log_probs - ref_log_probs, -bound, bound)
 
-    (warning,) = check(wide, placement="reward").of("gradient", "warning")
-    assert warning.numbers["relative_bias_after_drift"] > 0.5
+        return wide
+
+    (warning,) = check(within(8), placement="reward").of("gradient", "warning")
+    assert warning.numbers["relative_bias_after_drift"] > 0.1
+    assert "clamped: no gradient is left" in check(within(2), placement="reward").of("gradient", "error")[0].message
 
 
 def test_token_level_scores_may_be_shifted():

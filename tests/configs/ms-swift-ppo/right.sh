@@ -1,0 +1,5 @@
+swift rlhf \
+    --rlhf_type ppo \
+    --model my-model \
+    --kl_coef 0.05 \
+    --lam 1.0
