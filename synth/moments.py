@@ -94,7 +94,7 @@ def plan_of(rows: Rows, configuration: Configuration) -> Plan:
     return Plan(
         configuration,
         x,
-        x if optimal or not shift else rows.parts(configuration, shift),
+        rows.parts(_without_past(configuration) if vanishing else configuration, shift),
         shift,
         vanishing,
         rows.scores(configuration.ratio) if configuration.baseline != "none" else None,
@@ -102,6 +102,15 @@ def plan_of(rows: Rows, configuration: Configuration) -> Plan:
         rows.estimate(configuration),
         rows.expected_estimate(configuration),
         int(configuration.aggregation == "length-mean"),
+    )
+
+
+def _without_past(configuration: Configuration) -> Configuration:
+    """The same mean where scores vanish: values before a token, however large, are taken by it with none."""
+    return (
+        replace(configuration, credit="rtg")
+        if configuration.credit == "whole" and configuration.in_reward
+        else configuration
     )
 
 
