@@ -1,7 +1,7 @@
 """Requirements of an environment at one end of what pyproject.toml allows: ``pins.py oldest`` or ``pins.py newest``.
 
-``oldest`` pins whatever the quick suite needs to its declared lower bound; ``newest`` leaves that to the registry, which
-gives the newest that the upper bounds allow. torch alone is that of constraints.txt in both: others take gigabytes.
+``oldest`` pins whatever the quick suite needs to its declared lower bound; ``newest`` leaves that to the registry,
+which gives the newest that the upper bounds allow. torch alone is that of constraints.txt in both: others take gigabytes.
 What nothing imports while tests run, type stubs and linters, is left out. ``make oldest`` and ``make newest`` use this.
 """
 

@@ -69,8 +69,8 @@ VARIATIONS = {
     ),
 }  # fmt: skip
 
-# What `make test` runs under these, in half a minute each: tests of numbers, without what reads files, starts processes,
-# draws from distributions, or takes many CPU seconds for arithmetic that others of these try too
+# What `make test` runs under these, in half a minute each: tests of numbers, without what reads files, starts
+# processes, draws from distributions, or takes many CPU seconds for arithmetic that others of these try too
 PART = [
     "tests/synth",
     "tests/analysis",
