@@ -43,9 +43,11 @@ rounding: $(DEV) ## every test that is not slow, under each arithmetic this mach
 	$(BIN)/python tests/rounding/run.py $(VARIATIONS)
 
 oldest: $(VENV)/oldest/.ready ## every test that is not slow, with the lowest versions that pyproject.toml allows
+	@head -1 $(VENV)/oldest/pins.txt
 	$(VENV)/oldest/bin/python -m pytest -n 2
 
 newest: $(VENV)/newest/.ready ## the same with the newest that the registry has
+	@head -1 $(VENV)/newest/pins.txt
 	$(VENV)/newest/bin/python -m pytest -n 2
 
 slow: $(DEV) ## the slow tests

@@ -1,8 +1,9 @@
 """Requirements of an environment at one end of what pyproject.toml allows: ``pins.py oldest`` or ``pins.py newest``.
 
 ``oldest`` pins whatever the quick suite needs to its declared lower bound; ``newest`` leaves that to the registry,
-which gives the newest that the upper bounds allow. torch alone is that of constraints.txt in both: others take gigabytes.
-What nothing imports while tests run, type stubs and linters, is left out. ``make oldest`` and ``make newest`` use this.
+which gives the newest that the upper bounds allow. torch alone is that of constraints.txt in both: others take
+gigabytes. What nothing imports while tests run, type stubs and linters, is left out. ``make oldest`` and ``make
+newest`` use this.
 """
 
 import re
@@ -50,9 +51,9 @@ def main():
         raise SystemExit(f"{which!r} is no end: oldest or newest")
     specifiers = declared(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"])
     found = pins(which, specifiers, (ROOT / "constraints.txt").read_text())
-    print("\n".join(found))
     held = next(line for line in found if line.startswith(f"{HELD}=="))
-    print(f"not tried: {HELD}{specifiers[HELD]} as declared; {held} it is", file=sys.stderr)
+    print(f"# not tried: {HELD}{specifiers[HELD]} at its {which}; it is {held} here, others take gigabytes")
+    print("\n".join(found))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ VARIATIONS = {
     ),
 }  # fmt: skip
 
-# What `make test` runs under these, in half a minute each: tests of numbers, without what reads files, starts
+# What `make test` runs under these, a minute of CPU time each: tests of numbers, without what reads files, starts
 # processes, draws from distributions, or takes many CPU seconds for arithmetic that others of these try too
 PART = [
     "tests/synth",
@@ -81,11 +81,14 @@ PART = [
         "analysis/test_processes.py", "analysis/test_ranking.py", "synth/test_devices.py",
     )),
     *(f"--deselect=tests/{name}" for name in (
+        "analysis/derivations/test_derivations.py::test_every_preset_can_be_shown",
         "analysis/derivations/test_derivations.py::test_every_step_holds_on_random_models",
         "analysis/dynamics/test_training.py::test_the_mean_of_sampled_directions_is_the_expected_one",
         "analysis/test_digits.py::test_the_command_prints_the_table_and_ends_well",
         "analysis/test_montecarlo.py::test_samples_agree_with_the_exact_moments",
         "synth/test_configurations.py::test_score_coefficients_are_the_formula_for_every_option",
+        "synth/test_identities.py::test_past_cross_terms_vanish",
+        "synth/test_identities.py::test_ratios_off_policy",
         "synth/test_moments.py::test_every_option_agrees_with_enumeration",
         "synth/test_moments.py::test_scores_without_their_zeros_give_the_same_moments",
     )),
