@@ -76,12 +76,12 @@ def edge_together(pair: PolicyPair, configuration: Configuration, *, less: float
     ``less`` is taken off the slope.
     """
     est = configuration.estimator
-    frozen = configuration.rollout_value and not pair.on_policy
+    live = pair.sampler == pair.policy.log_probs if configuration.rollout_value else True  # of one delta
     with np.errstate(over="ignore", invalid="ignore"):
         together = edge_values(pair, configuration) + (est.slope(pair.log_ratio) - less)
-        if est.together is not None and not frozen:  # near the reference the sum is as good, and better where less is
+        if est.together is not None:  # near the reference the sum is as good, and better where less is
             far = np.abs(pair.log_ratio) > 1
-            together = np.where(far, est.together(pair.log_ratio) - less, together)
+            together = np.where(far & live, est.together(pair.log_ratio) - less, together)
     return np.where(pair.possible, together, 0.0)
 
 

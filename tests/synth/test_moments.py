@@ -592,3 +592,18 @@ def test_own_estimators_of_one_name_are_not_mixed_up():
         assert_close(one.covariance, other.covariance)
         assert_close(one.estimate, other.estimate)
     assert np.abs(alone[0].mean - alone[3].mean).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["k3", "alpha(0.5)", "jensen-shannon"])
+def test_values_frozen_by_a_sampler_that_is_the_policy_keep_their_digits(name):
+    """Off-policy in name alone: value and slope cancel far below the reference as they do on-policy."""
+    automaton = markov(2, 1, start=(0,))
+    policy = tabular(automaton, np.tile([-30.0, 0.0], (len(automaton.next_context), 1)))
+    reference = log_softmax(np.zeros_like(policy.log_probs))
+    own = parse(f"{name}-in-both")
+    frozen, pair = replace(own, rollout_value=True), PolicyPair(automaton, policy, reference)
+    (usual,) = moments(pair, [own], [1])
+    (stale,) = moments(replace(pair, behaviour=policy.log_probs), [frozen], [1])
+    assert usual.covariance > 0
+    np.testing.assert_allclose(stale.mean, usual.mean, rtol=1e-12)
+    np.testing.assert_allclose(stale.covariance, usual.covariance, rtol=1e-12)
