@@ -32,12 +32,11 @@ def sentence(found: dict[str, Any], target: Target, placement: str) -> tuple[str
 
 def _right(found: dict[str, Any], target: Target) -> str:
     name = WANTED.get(found["name"], found["name"])
-    what = f"the {name} gradient" if name not in target.fields or name in WANTED.values() else f"that of {name}"
+    what = name if name.startswith("the gradient of") else f"the {name} gradient"
     start = (
         "rows of a batch depend on each other; over all groups of G sequences " if found.get("by_group_size") else ""
     )
-    off = found["off"]
-    much = "exactly" if off <= _EXACT else f"within {100 * off:.2g} % of"
+    much = "exactly" if found["off"] <= _EXACT else f"within {100 * found['off']:.2g} % of"
     sign = ""
     if target.name == "entropy":
         raises = isinstance(found["factor"], float) and found["factor"] > 0

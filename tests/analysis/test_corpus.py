@@ -3,7 +3,7 @@
 from functools import cache
 
 import pytest
-from corpus import corpus
+from config_files import corpus
 
 from klgrad.analysis.composition import documents
 from klgrad.analysis.lint import examine

@@ -145,8 +145,15 @@ def test_the_timeout_covers_importing_the_module(tmp_path):
     assert "takes more than 0.5 seconds: give a longer --timeout" in done.stderr
 
 
-@pytest.mark.parametrize("place", [".", "..", "./kl"])
-def test_a_relative_module_is_one_sentence(place):
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        (".", ". is a folder: name the file, FILE.py:penalty"),
+        ("..", ".. is a folder: name the file, ../FILE.py:penalty"),
+        ("./kl", "'./kl' is no module's name: write FILE.py or package.module"),
+    ],
+)
+def test_a_relative_module_is_one_sentence(place, said):
     done = run(f"{place}:penalty")
     assert done.exit_code == 2
-    assert f"{place!r} is no module's name: write FILE.py or package.module" in done.stderr
+    assert said in done.stderr

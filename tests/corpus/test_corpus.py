@@ -74,6 +74,9 @@ def test_wrong_fails_by_name(entry):
 def test_the_corpora_are_as_large_as_the_documentation_says():
     assert len({e.name for e in RIGHT}) == len(RIGHT) >= 70
     assert len({e.name for e in WRONG}) == len(WRONG) >= 130
+    text = " ".join((Path(__file__).parents[2] / "docs" / "engineer.md").read_text().split())
+    assert f"a corpus of {len(RIGHT)} right functions" in text
+    assert f"of {len(WRONG)} wrong ones" in text
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own tracing looks at it

@@ -74,7 +74,7 @@ def test_the_time_limit_covers_the_import(package):
         "import time\ntime.sleep(30)\n\ndef k(logp, ref_logp):\n    return logp - ref_logp\n"
     )
     start = time.monotonic()
-    with pytest.raises(ValueError, match=r"importing slow.py did not finish within 0\.2 seconds"):
+    with pytest.raises(ValueError, match=r"importing slow.py takes more than 0\.2 seconds"):
         check("slow.py:k", timeout=0.2)
     assert time.monotonic() - start < 25
 
