@@ -12,6 +12,7 @@ import os
 import platform
 from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,15 @@ def _libm() -> str:
         name = os.confstr("CS_GNU_LIBC_VERSION") or platform.libc_ver()[0]
     except (AttributeError, OSError, ValueError):
         name = " ".join(platform.libc_ver()).strip() or f"that of {platform.system()} {platform.release()}"
-    return f"{name} with FMA3" if getattr(_umath(), "__cpu_features__", {}).get("FMA3") else str(name)
+    return f"{name} with FMA3" if _fuses() else str(name)
+
+
+def _fuses() -> bool:
+    """Whether the CPU fuses: as the kernel says where it does; numpy 2.0 leaves out what it is told to disable."""
+    flags = Path("/proc/cpuinfo")
+    if flags.is_file():
+        return "fma" in flags.read_text().split()
+    return bool(getattr(_umath(), "__cpu_features__", {}).get("FMA3"))
 
 
 def _torch() -> str:

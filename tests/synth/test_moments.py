@@ -607,3 +607,17 @@ def test_values_frozen_by_a_sampler_that_is_the_policy_keep_their_digits(name):
     assert usual.covariance > 0
     np.testing.assert_allclose(stale.mean, usual.mean, rtol=1e-12)
     np.testing.assert_allclose(stale.covariance, usual.covariance, rtol=1e-12)
+
+
+@pytest.mark.parametrize("placement", ["reward", "both"])
+def test_large_values_of_the_past_leave_no_rounding_in_the_mean(placement):
+    """Of 1e17 at a token of probability 1e-17, what the next token's score takes of it is zero and was 1e-17."""
+    automaton = markov(2, 1)
+    policy = tabular(automaton, np.array([[20.3, -19.2], [-19.7, 18.7], [-19.1, -19.6]]))
+    pair = PolicyPair(automaton, policy, log_softmax(np.array([[-0.5, 0.6], [0.4, 0.3], [0.0, 0.5]])))
+    truth = true_gradient(pair, [2])[0]
+    (m,) = moments(pair, [parse(f"alpha(0.5)-in-{placement}")], [2], covariance="none")
+    if placement == "both":
+        np.testing.assert_allclose(m.mean[0], truth, rtol=1e-9)
+    (rtg,) = moments(pair, [parse(f"alpha(0.5)-in-{placement}+rtg")], [2], covariance="none")
+    np.testing.assert_allclose(m.mean, rtg.mean, rtol=1e-9)
